@@ -1,0 +1,71 @@
+"""nnsight core: capture a block, run it interleaved with a forward pass, ship it and its values.
+
+Needs no GPU and no vLLM. Backends subclass `Model` and implement `Backend`; `TorchModel` is the one
+that ships with it.
+"""
+
+from nnsight_core.backend import Backend, Ended, Event, Finished, Invoke, Noted, Printed
+from nnsight_core.errors import (
+    BlockError,
+    BlockTimeout,
+    CaptureError,
+    EncodeError,
+    EngineDeadError,
+    EngineError,
+    LateWriteError,
+    LocationError,
+    LoopOverrunWarning,
+    NNsightError,
+    NNsightWarning,
+    NotATapError,
+    OutOfOrderError,
+    PolicyError,
+    ProtocolError,
+    UnboundSaveWarning,
+    WriteError,
+)
+from nnsight_core.model import Model
+from nnsight_core.node import Node
+from nnsight_core.outputs import CompletionOutput, Logprob, RequestOutput
+from nnsight_core.run import save
+from nnsight_core.torch_backend import TorchModel
+from nnsight_core.tracer import Tracer
+from nnsight_core.tree import ModelTree, ModuleInfo, TensorInfo
+
+__all__ = [
+    "Backend",
+    "BlockError",
+    "BlockTimeout",
+    "CaptureError",
+    "CompletionOutput",
+    "EncodeError",
+    "Ended",
+    "EngineDeadError",
+    "EngineError",
+    "Event",
+    "Finished",
+    "Invoke",
+    "LateWriteError",
+    "LocationError",
+    "Logprob",
+    "LoopOverrunWarning",
+    "Model",
+    "ModelTree",
+    "ModuleInfo",
+    "NNsightError",
+    "NNsightWarning",
+    "Node",
+    "NotATapError",
+    "Noted",
+    "OutOfOrderError",
+    "PolicyError",
+    "Printed",
+    "ProtocolError",
+    "RequestOutput",
+    "TensorInfo",
+    "TorchModel",
+    "Tracer",
+    "UnboundSaveWarning",
+    "WriteError",
+    "save",
+]

@@ -1,0 +1,250 @@
+"""Capture: from a `with` statement that is being entered to the block that it holds.
+
+`capture` finds the body of the `with` statement that a frame is entering and takes along the values
+of the names that it needs. `Skip` keeps Python from running that body where it stands, and `push`
+binds names in the user's frame when their values have come home.
+
+CPython offers no way to skip a body, so `Skip` makes the frame's trace function raise at the first
+instruction after `__enter__`, before the body (and before the `as` target is bound, which `push`
+does instead); `__exit__` swallows it and restores whatever tracer was there, a debugger's or a
+coverage tool's.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import linecache
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+from nnsight_core.code import Code, compile_block
+from nnsight_core.errors import CaptureError
+
+WAY_OUT = "Give the block as a function instead: `model.trace(prompt, fn=function)`."
+
+
+@dataclass(slots=True)
+class Block:
+    """A block's code with the values of the names that it needs.
+
+    Attributes:
+        code: what to run.
+        names: the values, by name; a name that has none is left to fail where it is used.
+        target: the names bound by `as`, if they are plain names.
+    """
+
+    code: Code
+    names: dict[str, Any]
+    target: ast.expr | None = None
+
+
+def capture(frame: FrameType) -> Block:
+    """Capture the body of the `with` statement that `frame` is entering.
+
+    Args:
+        frame: the user's frame, in the middle of calling `__enter__`.
+
+    Raises:
+        CaptureError: the body cannot be had; the message says why and what to do.
+    """
+    code, target = _find(frame)
+    local, global_ = frame.f_locals, frame.f_globals
+    names = {}
+    for name in code.names.needs:
+        if name in local:
+            names[name] = local[name]
+        elif name in global_:
+            names[name] = global_[name]
+    names["__name__"] = global_.get("__name__", "__main__")
+    return Block(code, names, target)
+
+
+_FOUND: OrderedDict[tuple[int, int], tuple[CodeType, Code, ast.expr | None]] = OrderedDict()
+_FOUND_MAX = 4096
+
+
+def _find(frame: FrameType) -> tuple[Code, ast.expr | None]:
+    key = (id(frame.f_code), frame.f_lasti)
+    known = _FOUND.get(key)
+    if known is not None:
+        return known[1], known[2]
+    found = _search(frame)
+    # The entry holds the code object, so that its id is not given to another meanwhile.
+    _FOUND[key] = (frame.f_code, *found)
+    if len(_FOUND) > _FOUND_MAX:
+        _FOUND.popitem(last=False)
+    return found
+
+
+def _search(frame: FrameType) -> tuple[Code, ast.expr | None]:
+    filename, line = frame.f_code.co_filename, frame.f_lineno
+    where = f"{filename}:{line}"
+    lines = _lines(filename, frame.f_globals)
+    if not lines:
+        raise CaptureError(
+            f"The source of the block at {where} cannot be had (code typed into `exec` or standard "
+            f"input has none). {WAY_OUT}"
+        )
+    statement = _with_at(_withs("".join(lines), filename), frame)
+    if statement is None:
+        raise CaptureError(
+            f"No `with` statement with this call stands at {where}: it was entered some other way "
+            f"(an ExitStack?), or the file was changed since it was imported. {WAY_OUT}"
+        )
+    body = statement.body
+    first = min([body[0].lineno, *(d.lineno for d in getattr(body[0], "decorator_list", []))])
+    last = body[-1].end_lineno or first
+    text = lines[first - 1 : last]
+    head = text[0].encode()[: body[0].col_offset].decode()
+    if head.strip():  # a body on the header's own line
+        text[0] = " " * len(head) + text[0][len(head) :]
+    code = compile_block("".join(text), filename, first, frame.f_code.co_name)
+    known = _all_names(frame.f_code)
+    strange = [n for n in code.names.needs if n not in known]
+    if strange:
+        raise CaptureError(
+            f"The source of the block at {where} names {strange[0]!r}, which the running code does "
+            "not: the file was changed since it was imported. Restart, or reload the module."
+        )
+    return code, statement.items[-1].optional_vars
+
+
+@lru_cache(maxsize=64)
+def _withs(text: str, filename: str) -> dict[int, list[ast.With]]:
+    """The `with` statements of a file, by the lines on which they and their items start."""
+    try:
+        tree = ast.parse(text, filename)
+    except SyntaxError as error:
+        raise CaptureError(
+            f"{filename} cannot be read as Python ({error.msg}, line {error.lineno}): it was "
+            "changed since it was imported."
+        ) from error
+    found: dict[int, list[ast.With]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With | ast.AsyncWith):
+            for line in {node.lineno, *(item.context_expr.lineno for item in node.items)}:
+                found.setdefault(line, []).append(node)  # type: ignore[arg-type]
+    return found
+
+
+def _with_at(withs: dict[int, list[ast.With]], frame: FrameType) -> ast.With | None:
+    positions = list(frame.f_code.co_positions())
+    here = positions[frame.f_lasti // 2]
+    if here[2] is None:  # Python runs without column numbers (-X no_debug_ranges)
+        nodes = withs.get(frame.f_lineno, [])
+        return nodes[0] if len(nodes) == 1 else None
+    for node in withs.get(here[0] or -1, []):
+        # Entering is placed at the statement up to Python 3.12, at the item from 3.13 on.
+        if here == _place(node):
+            opcodes = frame.f_code.co_code
+            entries = [
+                2 * i
+                for i, position in enumerate(positions)
+                if position == here and opcodes[2 * i] == opcodes[frame.f_lasti]
+            ]
+            last = entries.index(frame.f_lasti) == len(node.items) - 1
+        elif here in [_place(item.context_expr) for item in node.items]:
+            last = here == _place(node.items[-1].context_expr)
+        else:
+            continue
+        if not last:
+            raise CaptureError(
+                f"{frame.f_code.co_filename}:{frame.f_lineno}: a trace must be the last item of "
+                "its `with` statement, since the items after it would be part of its body."
+            )
+        return node
+    return None
+
+
+def _place(node: ast.stmt | ast.expr) -> tuple[int | None, int | None, int | None, int | None]:
+    return (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+
+
+def _lines(filename: str, module: dict[str, Any]) -> list[str]:
+    lines = linecache.getlines(filename, module)
+    if lines or filename != "<string>":
+        return lines
+    given = sys.orig_argv
+    for index, argument in enumerate(given[:-1]):
+        if argument.startswith("-") and not argument.startswith("--") and argument.endswith("c"):
+            return given[index + 1].splitlines(keepends=True)
+    return []
+
+
+def _all_names(code: CodeType) -> set[str]:
+    names = {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _all_names(constant)
+    return names
+
+
+class Skipped(BaseException):
+    """Raised by the trace function in place of the first instruction after `__enter__`."""
+
+
+def _raise(_frame: FrameType, _event: str, _argument: Any) -> None:
+    raise Skipped
+
+
+def _pass(_frame: FrameType, _event: str, _argument: Any) -> None:
+    return None
+
+
+class Skip:
+    """Keeps one frame from running the body of the `with` statement it is entering."""
+
+    __slots__ = ("_frame", "_previous")
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
+        self._previous = (sys.gettrace(), frame.f_trace, frame.f_trace_opcodes)
+        frame.f_trace = _raise
+        frame.f_trace_opcodes = True
+        sys.settrace(_pass)
+
+    def undo(self) -> None:
+        """Put back the tracer that was there before."""
+        tracer, local, opcodes = self._previous
+        self._frame.f_trace_opcodes = opcodes
+        self._frame.f_trace = local
+        sys.settrace(tracer)
+
+
+def push(frame: FrameType, values: dict[str, Any]) -> None:
+    """Bind names in a user's frame."""
+    if not values:
+        return
+    code = frame.f_code
+    local = frame.f_locals
+    if local is frame.f_globals or not code.co_flags & 1:  # a module or a class body
+        local.update(values)
+        return
+    own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    for name, value in values.items():
+        (local if name in own else frame.f_globals)[name] = value
+    if sys.version_info < (3, 13):
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+def bind_target(frame: FrameType, target: ast.expr | None, value: Any) -> None:
+    """Bind what stands after `as`, which the skipped frame did not come to do itself."""
+    if isinstance(target, ast.Name):
+        push(frame, {target.id: value})
+    elif target is not None:
+        held = "__nnsight_entered__"
+        assign = ast.Assign([target], ast.Name(held, ast.Load()))
+        module = ast.fix_missing_locations(ast.Module([assign], []))
+        scope = {held: value}
+        exec(  # the user's own target, in the user's own names
+            compile(module, frame.f_code.co_filename, "exec"),
+            {**frame.f_globals, **frame.f_locals},
+            scope,
+        )
+        del scope[held]
+        push(frame, scope)

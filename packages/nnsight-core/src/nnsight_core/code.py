@@ -1,0 +1,160 @@
+"""A block's code: its text, compiled as a unit of its own with the user's line numbers.
+
+The text is compiled as a module whose globals are the block's scope, so that a nested function, a
+comprehension or a class in it sees the block's names, and so that what the block bound is still
+there to be read when it stops in the middle. Three things are rewritten first: `x.save()` becomes a
+call of ours (nothing outside the block is patched), `nonlocal` becomes `global` where the name is
+the block's own, and the file name and lines stay the user's, so tracebacks do.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+
+from nnsight_core.errors import CaptureError
+from nnsight_core.names import Names, analyse, arguments_of, declared_outside
+
+SAVE = "__nnsight_save__"
+"""The name under which a block's scope holds the function that `x.save()` calls."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Code:
+    """A block's code, without the values of the names that it uses.
+
+    Attributes:
+        source: whole lines of the user's file; a one-line body has blanks before it.
+        filename: the user's file, for tracebacks.
+        line: number of the first line of `source` in that file.
+        function: name of the function that holds the block, for tracebacks.
+    """
+
+    source: str
+    filename: str
+    line: int
+    function: str
+    names: Names
+    compiled: CodeType
+    snapshots: bool
+    """Whether a saved tensor may be changed in place later in the block."""
+
+
+@lru_cache(maxsize=1024)
+def compile_block(source: str, filename: str, line: int, function: str) -> Code:
+    """Compile a block's text.
+
+    Raises:
+        CaptureError: the text cannot be run as a block, with the line that stands against it.
+    """
+    try:
+        tree = ast.parse("if 1:\n" + source, filename)
+    except SyntaxError as error:
+        raise CaptureError(
+            f"The block at {filename}:{line} cannot be read as Python: {error.msg}."
+        ) from error
+    ast.increment_lineno(tree, line - 2)
+    wrapper = tree.body[0]
+    assert isinstance(wrapper, ast.If)
+    body = wrapper.body
+    for node in _own_statements(body):
+        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom | ast.Await | _ASYNC):
+            word = type(node).__name__.lower().removesuffix("from")
+            raise CaptureError(
+                f"{filename}:{node.lineno}: `{word}` cannot stand in a block: its body runs on "
+                "the engine, not in the function around it. Save the value and use it after "
+                "the block."
+            )
+    names = analyse(body)
+    snapshots = any(_may_change(node) for statement in body for node in ast.walk(statement))
+    module = _Rewrite(names).visit(ast.Module(body=body, type_ignores=[]))
+    ast.fix_missing_locations(module)
+    try:
+        compiled = compile(module, filename, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise CaptureError(f"{filename}:{error.lineno}: {error.msg} of the block.") from error
+    compiled = compiled.replace(co_name=function, co_qualname=function)
+    return Code(source, filename, line, function, names, compiled, snapshots)
+
+
+_ASYNC = ast.AsyncFor | ast.AsyncWith
+
+
+def _own_statements(body: list[ast.stmt]) -> list[ast.expr | ast.stmt]:
+    """Every node of the block itself, not those of functions and lambdas in it."""
+    found: list[ast.expr | ast.stmt] = []
+    waiting: list[ast.AST] = list(body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.expr | ast.stmt):
+            found.append(node)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _may_change(node: ast.AST) -> bool:
+    """Whether a node may change a tensor in place: a store into one, or a call not known as pure."""
+    match node:
+        case ast.AugAssign() | ast.Subscript(ctx=ast.Store() | ast.Del()):
+            return True
+        case ast.Attribute(ctx=ast.Store()):
+            return True
+        case ast.Call(keywords=keywords) if any(k.arg == "out" for k in keywords):
+            return True
+        case ast.Call(func=ast.Attribute(attr=name, value=owner)):
+            torchlike = isinstance(owner, ast.Name) and owner.id in ("torch", "F")
+            return name.endswith("_") or not (name in PURE_METHODS or torchlike)
+        case ast.Call(func=ast.Name(id=name)):
+            return name not in PURE_CALLS
+        case ast.Call():
+            return True
+    return False
+
+
+PURE_CALLS = frozenset(
+    "abs all any bool dict enumerate float int isinstance len list max min print range repr round "
+    "save set sorted str sum tuple type zip".split()
+)
+PURE_METHODS = frozenset(
+    "abs append argmax argmin argsort bfloat16 bool chunk clone contiguous cpu cuda detach diff "
+    "dim double exp expand flatten float format gather half int item items keys log log_softmax "
+    "long max mean min narrow norm numel permute pow reshape save select sigmoid size softmax "
+    "sort split sqrt squeeze std sum tanh to tolist topk transpose type unbind unsqueeze values "
+    "var view".split()
+)
+
+
+class _Rewrite(ast.NodeTransformer):
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.functions: list[set[str]] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Attribute(value=value, attr="save"), args=[], keywords=[]):
+                name = ast.copy_location(ast.Name(SAVE, ast.Load()), node.func)
+                return ast.copy_location(ast.Call(name, [value], []), node)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        own = arguments_of(node.args) | analyse(node.body).binds.keys()
+        self.functions.append(own - declared_outside(node.body))
+        self.generic_visit(node)
+        self.functions.pop()
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST | list[ast.AST]:
+        inner = [n for n in node.names if any(n in own for own in self.functions[:-1])]
+        outer = [n for n in node.names if n not in inner]
+        parts: list[ast.AST] = []
+        if inner:
+            parts.append(ast.copy_location(ast.Nonlocal(inner), node))
+        if outer:
+            parts.append(ast.copy_location(ast.Global(outer), node))
+        return parts

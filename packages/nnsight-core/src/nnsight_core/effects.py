@@ -1,0 +1,341 @@
+"""Effects: which locations a block may read and which it may write, from its text alone.
+
+A path may hold `*` where the text does not say which (a loop over layers). Whatever is not
+understood counts as a write, never as nothing: the runs themselves are guarded, so a mistake here
+costs speed or is an error, but loses no value.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nnsight_core.code import PURE_CALLS, PURE_METHODS, Code
+from nnsight_core.errors import LocationError
+from nnsight_core.node import Node, Operation, Source
+from nnsight_core.tree import ModelTree
+
+_SIDES = ("output", "input", "inputs")
+_VALUES = ("logits", "samples")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One location that a block may touch.
+
+    Attributes:
+        path: the module's or operation's path, with `*` for what is not known.
+        side: `output`, `input`, `logits`, `samples`, or `module` if it is only named or called.
+        line: where the block says so.
+    """
+
+    path: str
+    side: str
+    line: int
+
+
+@dataclass(slots=True)
+class Effects:
+    """What a block may touch, in the order of its text."""
+
+    reads: list[Access] = field(default_factory=list)
+    writes: list[Access] = field(default_factory=list)
+    opaque: bool = False
+    """Whether the block hands nodes or values to code that cannot be seen."""
+
+    def sources(self) -> list[str]:
+        """The paths of modules whose `.source` operations may be touched."""
+        found = [a.path.partition(".source.")[0] for a in self.reads if ".source." in a.path]
+        return list(dict.fromkeys(found))
+
+    def check(self, tree: ModelTree, code: Code) -> None:
+        """Refuse what cannot exist on this tree, before anything runs.
+
+        Raises:
+            LocationError: a module or operation that the text surely names does not exist.
+        """
+        for access in self.reads:
+            path, source, operation = access.path.partition(".source.")
+            if "*" in path or access.line <= 0:
+                continue
+            if path not in tree.modules:
+                raise LocationError(
+                    f"{code.filename}:{access.line}: {tree.model} has no module {path!r}. "
+                    f"Nearest: {', '.join(tree.nearest(path)) or 'none'}."
+                )
+            names = tree.modules[path].operations
+            if source and names is not None and operation not in names:
+                raise LocationError(
+                    f"{code.filename}:{access.line}: the forward of {path} has no operation "
+                    f"{operation!r}. It has: {', '.join(names)}."
+                )
+
+
+def effects_of(code: Code, names: Mapping[str, Any], tree: ModelTree | None = None) -> Effects:
+    """Read a block's effects.
+
+    Args:
+        code: the block's code.
+        names: the values that it takes along; those that are nodes are where paths begin.
+        tree: the model's tree, which tells a module's child from one of its other attributes.
+    """
+    body = ast.parse("if 1:\n" + code.source).body
+    walk = _Walk(tree, code.line - 2)
+    for name, value in names.items():
+        walk.known[name] = _of_value(value)
+    walk.block(body)
+    return walk.effects
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """Something that came from a location, or from several."""
+
+    at: tuple[Access, ...]
+
+
+_Thing = _Node | _Source | _Value | None
+
+
+def _of_value(value: Any) -> _Thing:
+    if isinstance(value, Node):
+        return _Node(value._path)
+    if isinstance(value, Operation):
+        return _Node(value._path)
+    if isinstance(value, Source):
+        return _Source(value._path)
+    if isinstance(value, list | tuple) and value and all(isinstance(v, Node) for v in value):
+        return _Node(_common([v._path for v in value]))
+    return None
+
+
+def _common(paths: Iterable[str]) -> str:
+    """One pattern for several paths, `*` where they differ."""
+    split = [path.split(".") for path in paths]
+    if len({len(parts) for parts in split}) != 1:
+        return "*"
+    return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*split, strict=True))
+
+
+class _Walk(ast.NodeVisitor):
+    def __init__(self, tree: ModelTree | None, shift: int) -> None:
+        self.tree = tree
+        self.shift = shift
+        self.known: dict[str, _Thing] = {}
+        self.effects = Effects()
+
+    def block(self, body: list[ast.stmt]) -> None:
+        for statement in body:
+            self.visit(statement)
+
+    # -- statements ------------------------------------------------------------------------------
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        value = self.thing(node.value)
+        for target in node.targets:
+            self.store(target, value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.store(node.target, self.thing(node.value))
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self.store(node.target, self.thing(node.value))
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.thing(node.value)
+        held = self.thing(_loading(node.target))
+        self.wrote(held)
+        if not isinstance(node.target, ast.Name):
+            self.store(node.target, None)
+
+    def visit_For(self, node: ast.For) -> None:
+        each = self.thing(node.iter)
+        if isinstance(each, _Node):
+            each = _Node(_join(each.path, "*"))
+        # What the loop leaves behind is there in its next round.
+        for _ in range(2):
+            self.store(node.target, each)
+            self.block(node.body)
+        self.block(node.orelse)
+
+    def visit_With(self, node: ast.With) -> None:
+        for item in node.items:
+            self.thing(item.context_expr)
+        self.block(node.body)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        self.thing(node.value)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.thing(child)
+            else:
+                self.visit(child)
+
+    def store(self, target: ast.expr, value: _Thing) -> None:
+        match target:
+            case ast.Name(id=name):
+                self.known[name] = value
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                for part in parts:
+                    self.store(part, value)
+            case ast.Starred(value=inner):
+                self.store(inner, value)
+            case ast.Attribute(value=owner, attr=name):
+                held = self.thing(owner)
+                if isinstance(held, _Node) and name in (*_SIDES, *_VALUES):
+                    self.wrote(self.side(held, name, target.lineno))
+                else:
+                    self.wrote(held)
+            case ast.Subscript(value=owner, slice=index):
+                self.thing(index)
+                self.wrote(self.thing(owner))
+
+    # -- expressions -----------------------------------------------------------------------------
+
+    def thing(self, node: ast.expr) -> _Thing:
+        match node:
+            case ast.Name(id=name):
+                return self.known.get(name)
+            case ast.NamedExpr():
+                self.visit_NamedExpr(node)
+                return self.thing(ast.Name(node.target.id, ast.Load()))
+            case ast.Attribute(value=owner, attr=name):
+                return self.attribute(self.thing(owner), name, node.lineno)
+            case ast.Subscript(value=owner, slice=index):
+                held = self.thing(owner)
+                if isinstance(held, _Node):
+                    return _Node(_join(held.path, self.index(held.path, index)))
+                self.thing(index)
+                return held
+            case ast.Call():
+                return self.call(node)
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                self.thing(test)
+                return self.either(self.thing(body), self.thing(orelse))
+            case ast.Lambda(body=body):
+                return self.thing(body)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                for part in node.generators:
+                    each = self.thing(part.iter)
+                    if isinstance(each, _Node):
+                        each = _Node(_join(each.path, "*"))
+                    self.store(part.target, each)
+                    for test in part.ifs:
+                        self.thing(test)
+                if isinstance(node, ast.DictComp):
+                    self.thing(node.key)
+                    return self.thing(node.value)
+                return self.thing(node.elt)
+        held: _Thing = None
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                held = self.either(held, self.thing(child))
+        # A sum of values is a new tensor, but a tuple of them still holds them.
+        return held if isinstance(node, ast.Tuple | ast.List | ast.Dict | ast.Starred) else None
+
+    def attribute(self, held: _Thing, name: str, line: int) -> _Thing:
+        if isinstance(held, _Source):
+            return _Node(f"{held.path}.source.{name}")
+        if not isinstance(held, _Node):
+            return held
+        if name in _SIDES or (name in _VALUES and not held.path):
+            return self.side(held, name, line)
+        if name == "source":
+            return _Source(held.path)
+        # An attribute that is no module is only found out to be wrong where a side of it is asked.
+        return _Node(_join(held.path, name))
+
+    def side(self, held: _Node, name: str, line: int) -> _Value:
+        side = "input" if name == "inputs" else name
+        access = Access(held.path if side in ("output", "input") else "", side, line + self.shift)
+        self.effects.reads.append(access)
+        return _Value((access,))
+
+    def index(self, path: str, index: ast.expr) -> str:
+        match index:
+            case ast.Constant(value=int(number)):
+                return str(number)
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
+                info = self.tree.modules.get(path) if self.tree else None
+                if info is not None and number <= len(info.children):
+                    return info.children[-number]
+        self.thing(index)
+        return "*"
+
+    def call(self, node: ast.Call) -> _Thing:
+        arguments = [self.thing(a) for a in node.args]
+        arguments += [self.thing(k.value) for k in node.keywords]
+        for keyword in node.keywords:
+            if keyword.arg == "out":
+                self.wrote(self.thing(keyword.value))
+        held = None
+        for argument in arguments:
+            held = self.either(held, argument)
+        match node.func:
+            case ast.Attribute(value=owner, attr=name):
+                base = self.thing(owner)
+                if isinstance(base, _Node):
+                    if name == "skip":
+                        self.effects.writes.append(
+                            Access(base.path, "output", node.lineno + self.shift)
+                        )
+                    elif name != "get":
+                        self.attribute(base, name, node.lineno)
+                    return None
+                if name.endswith("_") and not name.endswith("__"):
+                    self.wrote(base)
+                elif name not in PURE_METHODS and not _of_torch(owner):
+                    self.wrote(self.either(base, held))
+                return self.either(base, held)
+            case ast.Name(id=name) if name in PURE_CALLS:
+                return held
+        called = self.thing(node.func)
+        if not isinstance(called, _Node):
+            self.effects.opaque = True
+            self.wrote(held)
+        return held
+
+    def either(self, one: _Thing, other: _Thing) -> _Thing:
+        if one is None or other is None:
+            return one or other
+        if isinstance(one, _Value) and isinstance(other, _Value):
+            return _Value(tuple(dict.fromkeys((*one.at, *other.at))))
+        if isinstance(one, _Node) and isinstance(other, _Node):
+            return _Node(_common([one.path, other.path]))
+        return one if isinstance(one, _Value) else other
+
+    def wrote(self, held: _Thing) -> None:
+        if isinstance(held, _Value):
+            self.effects.writes += [a for a in held.at if a not in self.effects.writes]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _loading(target: ast.expr) -> ast.expr:
+    match target:
+        case ast.Name(id=name):
+            return ast.copy_location(ast.Name(name, ast.Load()), target)
+    return target
+
+
+def _of_torch(owner: ast.expr) -> bool:
+    while isinstance(owner, ast.Attribute):
+        owner = owner.value
+    return isinstance(owner, ast.Name) and owner.id in ("torch", "F")

@@ -1,0 +1,99 @@
+"""Every error and warning of ours.
+
+    NNsightError
+    ├── CaptureError (SyntaxError)          the body of a `with` block cannot be had
+    ├── EncodeError (TypeError)             a value that cannot be shipped
+    ├── LocationError (AttributeError)      no such location, or not reachable from here
+    │   ├── NotATapError                    not declared as a tap where only taps are allowed
+    │   └── OutOfOrderError                 the forward pass has already gone past it
+    ├── WriteError (ValueError)             a replacement with other rows, width or dtype
+    │   └── LateWriteError                  an in-place write to a value whose visit is over
+    ├── BlockError                          an error class that does not exist in this process
+    ├── BlockTimeout (TimeoutError)         a block that ran too long
+    ├── PolicyError (PermissionError)       the receiver does not allow it
+    ├── ProtocolError (ConnectionError)     a peer that speaks otherwise, or stopped speaking
+    └── EngineError (RuntimeError)          the engine cannot be built
+        └── EngineDeadError                 the engine ended while it was needed
+
+    NNsightWarning (UserWarning)
+    ├── LoopOverrunWarning                  a loop asked for more steps than the request made
+    └── UnboundSaveWarning                  a saved value that no name holds
+"""
+
+from __future__ import annotations
+
+
+class NNsightError(Exception):
+    """Base of every error of ours."""
+
+
+class CaptureError(NNsightError, SyntaxError):
+    """The body of a `with` block cannot be captured."""
+
+
+class EncodeError(NNsightError, TypeError):
+    """A value cannot be shipped; the message names it and says what can be done."""
+
+
+class LocationError(NNsightError, AttributeError):
+    """A location does not exist, or cannot be reached from where it was asked for."""
+
+
+class NotATapError(LocationError):
+    """A location is not a tap where only taps are allowed."""
+
+
+class OutOfOrderError(LocationError):
+    """A location was asked for after the forward pass had gone past it."""
+
+
+class WriteError(NNsightError, ValueError):
+    """A replacement does not have the rows, width or dtype of what it replaces."""
+
+
+class LateWriteError(WriteError):
+    """A value was written in place after its visit was over, when nothing reads it any more."""
+
+
+class BlockError(NNsightError):
+    """An error of a block whose class cannot be found in this process."""
+
+
+class BlockTimeout(NNsightError, TimeoutError):
+    """A block ran for too long."""
+
+
+class PolicyError(NNsightError, PermissionError):
+    """The receiver's policy does not allow what was asked for."""
+
+
+class ProtocolError(NNsightError, ConnectionError):
+    """A peer cannot be reached, speaks another protocol, or stopped in the middle.
+
+    Attributes:
+        arrived: what had come home before, by name (empty if nothing had).
+    """
+
+    def __init__(self, message: str, arrived: dict[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.arrived = arrived or {}
+
+
+class EngineError(NNsightError, RuntimeError):
+    """The engine cannot be built; the message carries the root cause."""
+
+
+class EngineDeadError(EngineError):
+    """The engine ended while it was needed."""
+
+
+class NNsightWarning(UserWarning):
+    """Base of every warning of ours."""
+
+
+class LoopOverrunWarning(NNsightWarning):
+    """A loop over steps asked for more steps than the request made."""
+
+
+class UnboundSaveWarning(NNsightWarning):
+    """A value was saved but no name of the block holds it, so it cannot come home."""

@@ -1,0 +1,95 @@
+"""A model as users hold it: the tree, and the ways to run something on it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from nnsight_core.backend import Backend, Invoke
+from nnsight_core.errors import LocationError
+from nnsight_core.node import Places, Root
+from nnsight_core.tracer import NO_PROMPT, Tracer
+from nnsight_core.tree import ModelTree
+
+
+class Model(Root):
+    """The front end that every backend shares; subclass it for a backend of your own.
+
+    A subclass sets up `_backend` (see `nnsight_core.Backend`) and may override `_backend_for`, which
+    chooses the backend of one trace from its keyword arguments.
+    """
+
+    _backend: Backend | None
+
+    def __init__(self, places: Places | None = None, backend: Backend | None = None) -> None:
+        super().__init__(places or Places(), "")
+        object.__setattr__(self, "_backend", backend)
+
+    def trace(self, prompt: Any = NO_PROMPT, *, fn: Any = None, **sampling: Any) -> Tracer:
+        """Run the body of a `with` statement inside the model's forward pass.
+
+        With a prompt, the body is a block for that prompt. Without one, the body runs here and
+        opens invokes, each of which has a prompt and a block.
+
+        Args:
+            prompt: one prompt, in any form that the backend takes.
+            fn: a function to run instead of a body, for code whose source cannot be had. It is
+                called with the tracer; the trace runs at once and gives back the finished tracer,
+                whose `value` is what the function returned.
+            **sampling: sampling arguments (`temperature`, `max_tokens`, ...) for every prompt.
+
+        Raises:
+            CaptureError: the body cannot be captured.
+            TypeError: an unknown sampling argument.
+
+        Example:
+            >>> with model.trace("The Eiffel Tower is in the city of", max_tokens=1) as tracer:
+            ...     hidden = model.transformer.h[6].output.save()
+        """
+        backend = self._backend_for(sampling)
+        tracer = Tracer(self, backend, prompt, sampling)
+        if fn is not None:
+            if prompt is NO_PROMPT:
+                raise ValueError("A trace with `fn=` needs a prompt.")
+            tracer._invokes.append(Invoke(prompt, sampling, None, fn))
+            tracer._run()
+        return tracer
+
+    @property
+    def tree(self) -> ModelTree:
+        """The module tree as data: classes, dtypes and symbolic shapes of every location."""
+        if self._places.tree is None:
+            backend = self._backend_for({})
+            self._places.tree = backend.describe()
+        return self._places.tree
+
+    def close(self) -> None:
+        """End the engine, if this model started one."""
+        if self._backend is not None:
+            self._backend.close()
+
+    def _backend_for(self, arguments: dict[str, Any]) -> Backend:
+        """The backend of one trace; takes out of `arguments` what only chooses it."""
+        if self._backend is None:
+            raise LocationError("This model has no backend.")
+        return self._backend
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return str(self.tree)

@@ -1,0 +1,331 @@
+"""The attribute tree that users touch: `model.transformer.h[6].mlp.output`.
+
+A node names a module by its path. In a block its sides are values; outside one it is only a name.
+Where the tree is not known yet (a client that has not met its server), every name is accepted and
+checked when the trace is submitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from nnsight_core.errors import LocationError
+from nnsight_core.locations import LOGITS, SAMPLES, Location
+from nnsight_core.run import current_run, need_run
+from nnsight_core.tree import ModelTree
+from nnsight_core.values import map_tensors
+
+SIDES = ("output", "input", "inputs", "source")
+
+
+class Places:
+    """What the nodes of one tree share.
+
+    Attributes:
+        tree: the tree as data, or None while it is not known.
+        modules: the modules by path, where the tree belongs to a model that is loaded here.
+        locations: the locations by name, made when first asked for.
+        prepare: called before an operation inside a module's forward is asked for.
+    """
+
+    def __init__(
+        self,
+        tree: ModelTree | None = None,
+        modules: dict[str, nn.Module] | None = None,
+        prepare: Callable[[str], None] | None = None,
+    ) -> None:
+        self.tree = tree
+        self.modules = modules or {}
+        self.prepare = prepare
+        self.locations: dict[tuple[str, str], Location] = {}
+        self.nodes: dict[str, Node] = {}
+
+    def location(self, path: str, side: str) -> Location:
+        """The one `Location` object of a path and side (shared modules have one, too)."""
+        found = self.locations.get((path, side))
+        if found is None:
+            info = self.tree.modules.get(path) if self.tree else None
+            if info is not None and info.same_as is not None:
+                found = self.location(info.same_as, side)
+            else:
+                found = Location(path, side)
+                # How often an operation runs in one forward (a loop around it) is not recorded.
+                found.repeats = ".source." in path or (info is not None and info.repeats)
+            self.locations[path, side] = found
+        return found
+
+    def node(self, path: str) -> Node:
+        """The node at a path.
+
+        Raises:
+            LocationError: there is none, with the nearest ones in the message.
+        """
+        found = self.nodes.get(path)
+        if found is None:
+            if self.tree is not None and path not in self.tree.modules:
+                raise LocationError(no_such(self.tree, path))
+            found = self.nodes[path] = Node(self, path)
+        return found
+
+
+def no_such(tree: ModelTree, path: str) -> str:
+    """The message for a path that does not exist."""
+    near = tree.nearest(path)
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    return f"{tree.model} has no module {path!r}.{hint}"
+
+
+class Node:
+    """A module of a model, as users name it.
+
+    In a block: `.output`, `.input` (the first argument), `.inputs` (all of them) are this request's
+    values and can be assigned; `.source` leads to the operations inside its forward;
+    `.skip(value)` replaces what it gives back; calling it runs it on values of the block.
+
+    Example:
+        >>> layer = model.transformer.h[6]
+        >>> with model.trace("Hello"):
+        ...     mlp = layer.mlp.output.save()
+    """
+
+    __slots__ = ("_children", "_path", "_places")
+
+    def __init__(self, places: Places, path: str) -> None:
+        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_path", path)
+        object.__setattr__(self, "_children", {})
+
+    # The sides are found here and not as properties: Python turns an AttributeError of a property
+    # (our location errors are such) into another look-up.
+    def __getattr__(self, name: str) -> Any:
+        if name in SIDES:
+            return self._side(name)
+        known = self._children.get(name)
+        if known is not None:
+            return known
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._child(name)
+
+    def _side(self, name: str) -> Any:
+        places, path = self._places, self._path
+        if name == "source":
+            return Source(places, path)
+        run = need_run(f"{path or 'The model'}.{name}")
+        if name == "output":
+            return run.read(places.location(path, "output"))
+        args, kwargs = run.read(places.location(path, "input"))
+        if name == "inputs":
+            return args, kwargs
+        return _first(args, kwargs)
+
+    def _child(self, name: str) -> Any:
+        places = self._places
+        path = f"{self._path}.{name}" if self._path else name
+        if places.tree is None or path in places.tree.modules:
+            child = self._children[name] = places.node(path)
+            return child
+        module = places.modules.get(self._path)
+        if module is not None:
+            try:
+                return getattr(module, name)
+            except AttributeError:
+                pass
+        raise LocationError(no_such(places.tree, path))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "output":
+            location = self._places.location(self._path, "output")
+            need_run(f"{self._path}.output").write(location, value)
+        elif name in ("input", "inputs"):
+            location = self._places.location(self._path, "input")
+            run = need_run(f"{self._path}.{name}")
+            if name == "input":
+                value = _with_first(*run.read(location), value)
+            run.write(location, (tuple(value[0]), dict(value[1])))
+        else:
+            raise LocationError(
+                f"{self._path or 'the model'}.{name} cannot be assigned: of a module, `output`, "
+                "`input` and `inputs` can."
+            )
+
+    def skip(self, value: Any) -> None:
+        """Replace this request's rows of what the module gives back by `value`.
+
+        The module still runs for the other requests of the step; for this one nothing inside it can
+        be read or written.
+
+        Raises:
+            WriteError: `value` is not built like the output, with this request's rows and width.
+        """
+        places, path = self._places, self._path
+        entry, output = places.location(path, "input"), places.location(path, "output")
+        need_run(f"{path}.skip").skip(path, entry, output, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        need_run(f"Calling {self._path}")
+        module = self._places.modules.get(self._path)
+        if module is None:
+            raise LocationError(f"{self._path} is not loaded here, so it cannot be called.")
+        # Kernels may write into their arguments without telling PyTorch, which would look like
+        # values that nobody changed.
+        args, kwargs = map_tensors((args, kwargs), Tensor.clone)
+        return module(*[_bare(a) for a in args], **{k: _bare(v) for k, v in kwargs.items()})
+
+    def __getitem__(self, index: int | slice | str) -> Any:
+        names = self._numbered()
+        if isinstance(index, slice):
+            if names is None:
+                raise LocationError(f"The length of {self._path} is not known yet.")
+            return [getattr(self, name) for name in names[index]]
+        if isinstance(index, int) and names is not None:
+            try:
+                return getattr(self, names[index])
+            except IndexError:
+                raise LocationError(
+                    f"{self._path}[{index}] does not exist: it has {len(names)} entries."
+                ) from None
+        return getattr(self, str(index))
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self[:])
+
+    def __len__(self) -> int:
+        names = self._numbered()
+        if names is None:
+            raise LocationError(f"The length of {self._path} is not known yet.")
+        return len(names)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __dir__(self) -> list[str]:
+        tree = self._places.tree
+        children = list(tree.modules[self._path].children) if tree else []
+        return [*SIDES, "skip", *children]
+
+    def __repr__(self) -> str:
+        return f"<{self._path or 'model'}>"
+
+    def _numbered(self) -> tuple[str, ...] | None:
+        tree = self._places.tree
+        return None if tree is None else tree.modules[self._path].children
+
+
+class Source:
+    """The operations inside a module's forward, by name: `layer.attn.source.self_c_attn_0.output`.
+
+    `print(layer.attn.source)` lists them.
+    """
+
+    __slots__ = ("_path", "_places")
+
+    def __init__(self, places: Places, path: str) -> None:
+        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_path", path)
+
+    def __getattr__(self, name: str) -> Operation:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = self._names()
+        if known is not None and name not in known:
+            raise LocationError(
+                f"The forward of {self._path} has no operation {name!r}. It has: "
+                f"{', '.join(known)}."
+            )
+        if self._places.prepare is not None:
+            self._places.prepare(self._path)
+        return Operation(self._places, f"{self._path}.source.{name}")
+
+    def _names(self) -> tuple[str, ...] | None:
+        tree = self._places.tree
+        if tree is None:
+            return None
+        info = tree.modules[self._path]
+        if info.operations is None and not tree.provisional:
+            raise LocationError(f"The source of {self._path} ({info.cls}) cannot be had.")
+        return info.operations
+
+    def __dir__(self) -> list[str]:
+        return list(self._names() or ())
+
+    def __repr__(self) -> str:
+        names = self._names()
+        listed = "\n".join(f"  {name}" for name in names) if names else "  (not known yet)"
+        return f"operations of {self._path}:\n{listed}"
+
+
+class Operation:
+    """One call or assignment inside a module's forward, with the sides that a module has."""
+
+    __slots__ = ("_path", "_places")
+
+    def __init__(self, places: Places, path: str) -> None:
+        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_path", path)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("output", "input", "inputs"):
+            raise LocationError(
+                f"{self._path} is an operation; it has `output`, `input` and `inputs`, not {name!r}."
+            )
+        run = need_run(f"{self._path}.{name}")
+        if name == "output":
+            return run.read(self._places.location(self._path, "output"))
+        args, kwargs = run.read(self._places.location(self._path, "input"))
+        return (args, kwargs) if name == "inputs" else _first(args, kwargs)
+
+    __setattr__ = Node.__setattr__
+    skip = Node.skip
+
+
+class Root(Node):
+    """The root of a tree: the model itself, with the engine's own values."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logits":
+            return need_run("logits").read(LOGITS)
+        if name == "samples":
+            return need_run("samples").read(SAMPLES)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("logits", "samples"):
+            need_run(name).write(LOGITS if name == "logits" else SAMPLES, value)
+        else:
+            super().__setattr__(name, value)
+
+    def get(self, path: str) -> Node:
+        """The node at a dotted path, such as `"model.layers.3.mlp"`."""
+        return self._places.node(path)
+
+
+def in_block() -> bool:
+    """Whether a block is executing here."""
+    return current_run() is not None
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, Node):
+        return value._places.modules[value._path]
+    return value
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return args[0]
+    return next(iter(kwargs.values()), None)
+
+
+def _with_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (value, *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: value}

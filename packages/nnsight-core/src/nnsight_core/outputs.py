@@ -1,0 +1,79 @@
+"""What a finished generation is, the same in every backend (named after vLLM's own classes)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nnsight_core.locations import RESULT
+from nnsight_core.run import need_run
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Logprob(_Data):
+    """One token's log probability (natural logarithm), its rank among all, and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class CompletionOutput(_Data):
+    """One generated sequence.
+
+    Attributes:
+        token_ids: the sampled ids, the end token included if it was sampled.
+        finish_reason: `stop`, `length`, `abort`, or None while it goes on.
+        stop_reason: the stop string or token that ended it, if one did.
+        logprobs: per step the candidates' log probabilities by token id, if asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class RequestOutput(_Data):
+    """One request's prompt and its generated sequences.
+
+    Example:
+        >>> with model.trace("Hello", max_tokens=3) as tracer:
+        ...     out = tracer.result.save()
+        >>> out.outputs[0].text
+    """
+
+    request_id: str
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    outputs: list[CompletionOutput] = Field(default_factory=list)
+    finished: bool = False
+
+
+class LateResult:
+    """`tracer.result` inside a block: the finished output, which does not exist yet.
+
+    Saving it costs nothing: the saved name gets the finished output. Looking into it parks the
+    block until the request has finished.
+    """
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(need_run("tracer.result").read(RESULT), name)
+
+    def __repr__(self) -> str:
+        return "<tracer.result, when the request has finished>"
+
+
+RESULT_LATER = LateResult()

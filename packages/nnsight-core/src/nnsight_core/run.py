@@ -1,0 +1,283 @@
+"""A run: one block executing for one request, as a greenlet.
+
+The block's code runs until it asks for a location, parks there, and goes on when the interleaver
+brings the value. What a run is handed is a private copy of its own rows, made where PyTorch counts
+versions, so that a write in place is seen when the block gives control back, and a write that comes
+too late to land is an error instead of a loss.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import weakref
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+from nnsight_core.code import SAVE, Code
+from nnsight_core.errors import LateWriteError, LocationError, OutOfOrderError, WriteError
+from nnsight_core.locations import Location
+from nnsight_core.values import describe, dtype_name, map_tensors, tensors
+
+if TYPE_CHECKING:
+    from nnsight_core.interleaver import Interleaver
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Saved:
+    """What `save` was given: the object, and its state then if it may change later."""
+
+    __slots__ = ("line", "value", "was")
+
+    def __init__(self, value: Any, was: Any, line: int) -> None:
+        self.value = value
+        self.was = was
+        self.line = line
+
+
+class Run(greenlet):
+    """One block executing for one request.
+
+    Attributes:
+        key: what the backend knows the request by.
+        step: which step of the request is running, 0 being its prefill.
+        error: what the block raised, if it did.
+        saved: what it saved, by the id of the object.
+    """
+
+    def __init__(self, code: Code, scope: dict[str, Any], key: Any = None) -> None:
+        super().__init__()
+        self.code = code
+        self.scope = scope
+        self.key = key
+        self.step = 0
+        self.error: BaseException | None = None
+        self.saved: dict[int, Saved] = {}
+        self.open: Location | None = None
+        self.value: Any = None
+        self.skipped: list[str] = []
+        self.interleaver: Interleaver | None = None
+        self._past: list[tuple[weakref.ref[Tensor], int, Location]] = []
+        self._grad = False
+        scope[SAVE] = self._save_method
+        scope.setdefault("__builtins__", builtins)
+
+    # -- for the interleaver ---------------------------------------------------------------------
+
+    def resume(self, value: Any = None, error: BaseException | None = None) -> Location | None:
+        """Let the block go on; where it parks next, or None if it has ended."""
+        current = getcurrent()
+        if self.parent is not current:
+            self.parent = current
+        engine_grad = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._grad)
+        try:
+            wanted = self.switch(value) if error is None else self.throw(error)
+        finally:
+            self._grad = torch.is_grad_enabled()
+            torch.set_grad_enabled(engine_grad)
+        return None if self.dead else wanted
+
+    def close(self) -> None:
+        """End a visit: what its value holds from here on is no longer looked at."""
+        assert self.open is not None
+        location = self.open
+        self._past += [(weakref.ref(t), t._version, location) for _, t in tensors(self.value)]
+        self.open = self.value = None
+
+    def check_late(self) -> LateWriteError | None:
+        """An error if a value was written in place after its visit was over."""
+        for reference, version, location in self._past:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                return LateWriteError(
+                    f"{location} was written in place after its visit was over, so nothing reads "
+                    "what was written. Write before the block asks for a later location, or write "
+                    "to a clone if the value is only for the block's own use."
+                )
+        self._past = [entry for entry in self._past if entry[0]() is not None]
+        return None
+
+    # -- for the block ---------------------------------------------------------------------------
+
+    def read(self, location: Location) -> Any:
+        """The value at a location; parks until the forward pass reaches it."""
+        if location is self.open:
+            return self.value
+        late = self.check_late()
+        if late is not None:
+            raise late
+        assert self.interleaver is not None
+        self.interleaver.check(self, location)
+        return self.parent.switch(location)
+
+    def write(self, location: Location, value: Any) -> None:
+        """Replace the value at a location by one of the same rows, width and dtype."""
+        check_replacement(location, self.read(location), value)
+        self.value = value
+
+    def skip(self, path: str, entry: Location, output: Location, value: Any) -> None:
+        """Replace what a module will give back by `value`, which may not depend on what it does."""
+        self.read(entry)
+        assert self.interleaver is not None
+        self.interleaver.skips.setdefault(output, []).append((self, value))
+        self.skipped.append(path + ".")
+
+    def save(self, value: Any, line: int | None = None) -> Any:
+        """Mark a value to come home under the names that hold it when the block ends."""
+        was = value
+        if self.code.snapshots and isinstance(value, Tensor):
+            was = value.clone()
+        elif self.code.snapshots and type(value) is tuple:
+            was = map_tensors(value, torch.clone)
+        self.saved[id(value)] = Saved(value, was, line or _line_of(self.code))
+        return value
+
+    def _save_method(self, value: Any) -> Any:
+        own = getattr(type(value), "save", None)
+        if own is not None and not isinstance(value, Tensor):
+            return own(value)
+        return self.save(value, sys._getframe(1).f_lineno)
+
+    # -- the outcome -----------------------------------------------------------------------------
+
+    def run(self, *_: Any) -> None:
+        try:
+            exec(self.code.compiled, self.scope)
+            late = self.check_late()
+            if late is not None:
+                raise late
+        except BaseException as error:  # a block may raise anything; it ends this run alone
+            self.error = error
+
+    def outcome(self) -> tuple[dict[str, Any], list[Saved]]:
+        """What comes home by name, and what was saved but is held by no name."""
+        found: dict[str, Any] = {}
+        seen: set[int] = set()
+        scalars = self.code.names.saved
+        for name, value in self.scope.items():
+            saved = self.saved.get(id(value))
+            if saved is None or name == SAVE or saved.value is not value:
+                continue
+            # Small numbers and texts are shared between unrelated names, so there the name counts.
+            if isinstance(value, _SCALARS) and name not in scalars:
+                continue
+            found[name] = saved.was
+            seen.add(id(value))
+        lost = [s for key, s in self.saved.items() if key not in seen]
+        return self._unpacked(found, lost), lost
+
+    def _unpacked(self, found: dict[str, Any], lost: list[Saved]) -> dict[str, Any]:
+        """`a, b = layer.output.save()` saves a pair that no name holds; its parts have names."""
+        for saved in [s for s in lost if isinstance(s.value, tuple | list)]:
+            parts = {id(p): w for p, w in zip(saved.value, saved.was, strict=True)}
+            names = {n: parts[id(v)] for n, v in self.scope.items() if id(v) in parts}
+            if names:
+                found.update(names)
+                lost.remove(saved)
+        held = {id(part) for value in found.values() for part in _parts(value)}
+        lost[:] = [s for s in lost if id(s.value) not in held]
+        return found
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a saved container holds, all the way down."""
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set):
+        for part in value:
+            parts += [part, *_parts(part)]
+    return parts
+
+
+def current_run() -> Run | None:
+    """The run whose block is executing, if one is."""
+    here = getcurrent()
+    return here if isinstance(here, Run) else None
+
+
+def need_run(what: str) -> Run:
+    """The run whose block is executing.
+
+    Raises:
+        LocationError: no block is executing here.
+    """
+    here = getcurrent()
+    if not isinstance(here, Run):
+        raise LocationError(
+            f"{what} has a value only inside a block: `with model.trace(prompt): ...` (with "
+            "several prompts, inside `with tracer.invoke(prompt): ...`)."
+        )
+    return here
+
+
+def save(value: Any) -> Any:
+    """Mark a value to come home under the name that holds it; gives the value back.
+
+    Inside a block, `x.save()` does the same. In a helper function that a block calls, use this.
+
+    Raises:
+        LocationError: called outside a block.
+
+    Example:
+        >>> with model.trace("Hello"):
+        ...     norms = nnsight_core.save([h.output.norm() for h in model.transformer.h])
+    """
+    return need_run("`save`").save(value)
+
+
+def check_replacement(location: Location, old: Any, new: Any) -> None:
+    """Refuse a replacement that does not fit.
+
+    Raises:
+        WriteError: other structure, rows, width or dtype, with both in the message.
+    """
+    if old is new:
+        return
+    before, after = list(tensors(old)), list(tensors(new))
+    if [path for path, _ in before] != [path for path, _ in after]:
+        raise WriteError(
+            f"{location} is {describe(old)}; it cannot be replaced by {describe(new)}, which is "
+            "built otherwise."
+        )
+    for (path, was), (_, now) in zip(before, after, strict=True):
+        if was.shape != now.shape:
+            raise WriteError(
+                f"{location}{path} is {describe(was)} for this request; it cannot be replaced by "
+                f"{describe(now)}, which has other rows or another width."
+            )
+        if was.dtype != now.dtype:
+            raise WriteError(
+                f"{location}{path} is {describe(was)}; it cannot be replaced by {describe(now)}. "
+                f"Convert it first: `.to(torch.{dtype_name(was.dtype)})`."
+            )
+
+
+def check_order(run: Run, location: Location, gone: bool) -> None:
+    """Refuse a location that this step cannot reach any more.
+
+    Raises:
+        OutOfOrderError: the forward pass has gone past it.
+        LocationError: it lies inside a module that the block skipped.
+    """
+    if any(location.path.startswith(prefix) for prefix in run.skipped):
+        raise LocationError(f"{location} does not run: the block skipped a module around it.")
+    if gone:
+        raise OutOfOrderError(
+            f"{location} was asked for too late: the forward pass has already gone past it in "
+            f"step {run.step}. A block reads in forward order (a module's parts before its own "
+            "output); keep a value that is needed later in a variable."
+        )
+
+
+def _line_of(code: Code) -> int:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not code.compiled:
+        frame = frame.f_back
+    return frame.f_lineno if frame else code.line

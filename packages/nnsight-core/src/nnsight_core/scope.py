@@ -1,0 +1,70 @@
+"""From an invoke to the run that executes it: the scope that its code sees."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from nnsight_core.backend import Ended, Invoke, Noted
+from nnsight_core.capture import Block
+from nnsight_core.code import compile_block
+from nnsight_core.errors import UnboundSaveWarning
+from nnsight_core.run import Run
+from nnsight_core.traceback import user_traceback
+from nnsight_core.tracer import BlockTracer, InvokeContext, Tracer
+
+VALUE = "__nnsight_value__"
+_FUNCTION, _TRACER = "__nnsight_function__", "__nnsight_tracer__"
+_CALL = f"    {VALUE} = {_FUNCTION}({_TRACER}).save()\n"
+
+BLOCK_TRACER = BlockTracer()
+
+
+def run_of(invoke: Invoke, key: Any) -> Run | None:
+    """The run of an invoke, in the process of the user; None if it has no block."""
+    block = call_block(invoke.function) if invoke.function is not None else invoke.block
+    return None if block is None else Run(block.code, scope_of(block), key)
+
+
+def call_block(function: Any) -> Block:
+    """The block that calls a function given instead of a body, and saves what it returns."""
+    name = getattr(function, "__name__", "fn")
+    code = compile_block(_CALL, "<nnsight fn=>", 1, name)
+    return Block(code, {_FUNCTION: function, _TRACER: BLOCK_TRACER})
+
+
+def scope_of(block: Block) -> dict[str, Any]:
+    """A block's names as its code sees them, with the block's own tracer in place of the user's."""
+    scope = {
+        name: BLOCK_TRACER if isinstance(value, Tracer | InvokeContext) else value
+        for name, value in block.names.items()
+    }
+    for name in target_names(block.target):
+        scope[name] = BLOCK_TRACER
+    return scope
+
+
+def target_names(target: ast.expr | None) -> list[str]:
+    """The plain names that an `as` binds."""
+    return [target.id] if isinstance(target, ast.Name) else []
+
+
+def ended(run: Run, invoke: int, sequence: int = 0) -> Ended:
+    """What a run that has ended brings home, its error with the user's own lines."""
+    saves, lost = run.outcome()
+    value = saves.pop(VALUE, None)
+    notes = [
+        Noted(
+            UnboundSaveWarning,
+            "A value was saved, but no name holds it at the end of the block, so it does not come "
+            "home. Bind it: `name = value.save()`.",
+            run.code.filename,
+            saved.line,
+        )
+        for saved in lost
+    ]
+    error = run.error
+    if error is not None:
+        error = error.with_traceback(user_traceback(error.__traceback__, run.code.compiled))
+        error.add_note(f"Raised in the block of invoke {invoke}.")
+    return Ended(invoke, sequence, saves, value, error, notes)

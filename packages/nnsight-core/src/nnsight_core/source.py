@@ -1,0 +1,152 @@
+"""The operations inside a module's forward, from its source.
+
+Each call and each assignment to a plain name is an operation: a call of `self.c_attn(x)` is
+`self_c_attn_0`, the second assignment to `q` is `q_1`. The forward is compiled anew with a probe
+around each, keeping its file and lines; what runs inside a kernel is not reachable this way.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+_CALL, _BIND = "__nnsight_call__", "__nnsight_bind__"
+
+
+@dataclass(frozen=True, slots=True)
+class _Probed:
+    names: tuple[str, ...]
+    code: CodeType
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """The operations of one bound forward.
+
+    Attributes:
+        names: their names, in the order of the source.
+    """
+
+    names: tuple[str, ...]
+    _forward: MethodType
+    _code: CodeType
+
+    def build(self, call: Callable[..., Any], bind: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward with `call(name, function, *args)` and `bind(name, value)` in it."""
+        function = self._forward.__func__
+        assert isinstance(function, FunctionType)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        cells[_CALL], cells[_BIND] = CellType(call), CellType(bind)
+        probed = FunctionType(
+            self._code,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            tuple(cells[name] for name in self._code.co_freevars),
+        )
+        probed.__kwdefaults__ = function.__kwdefaults__
+        return MethodType(probed, self._forward.__self__)
+
+
+def operations_of(forward: Callable[..., Any]) -> Operations | None:
+    """The operations of a bound forward; None if its source cannot be had or compiled anew."""
+    if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
+        return None
+    function = forward.__func__
+    probed = _probe(function.__code__)
+    return None if probed is None else Operations(probed.names, forward, probed.code)
+
+
+@lru_cache(maxsize=1024)
+def _probe(code: CodeType) -> _Probed | None:
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)), code.co_filename)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or len(tree.body) != 1:
+        return None
+    function.decorator_list = []
+    ast.increment_lineno(tree, first - 1)
+    probes = _Probes()
+    function.body = [probes.visit(statement) for statement in function.body]
+    # The probes and whatever the function closes over become free names of the new code.
+    free = [_CALL, _BIND, *code.co_freevars]
+    outer = ast.parse(f"def outer({', '.join(dict.fromkeys(free))}): pass")
+    wrapper = outer.body[0]
+    assert isinstance(wrapper, ast.FunctionDef)
+    wrapper.body = [function]
+    ast.fix_missing_locations(outer)
+    try:
+        compiled = compile(outer, code.co_filename, "exec", dont_inherit=True)
+    except SyntaxError:
+        return None
+    new = _inner(_inner(compiled, "outer"), code.co_name)
+    if new.co_argcount != code.co_argcount or new.co_varnames[0:1] != code.co_varnames[0:1]:
+        return None
+    return _Probed(tuple(probes.names), new)
+
+
+def _inner(code: CodeType, name: str) -> CodeType:
+    return next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+
+
+class _Probes(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._counts: dict[str, int] = {}
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        # A bare `super()` finds its class through the frame that calls it.
+        if isinstance(node.func, ast.Name) and node.func.id in ("super", "locals"):
+            return node
+        self.generic_visit(node)
+        name = self._name(_callee(node.func))
+        arguments = [ast.Constant(name), node.func, *node.args]
+        return ast.copy_location(
+            ast.Call(ast.Name(_CALL, ast.Load()), arguments, node.keywords), node
+        )
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        node.value = self.visit(node.value)
+        match node.targets:
+            case [ast.Name(id=target)]:
+                name = self._name(target)
+                call = ast.Call(ast.Name(_BIND, ast.Load()), [ast.Constant(name), node.value], [])
+                node.value = ast.copy_location(call, node.value)
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+    def _name(self, stem: str) -> str:
+        count = self._counts.get(stem, 0)
+        self._counts[stem] = count + 1
+        name = f"{stem}_{count}"
+        self.names.append(name)
+        return name
+
+
+def _callee(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=name):
+            return f"{_callee(value)}_{name}"
+        case ast.Subscript(value=value):
+            return _callee(value)
+        case ast.Call(func=function):
+            return _callee(function)
+    return "call"

@@ -1,0 +1,208 @@
+"""The plain PyTorch backend: the same blocks on a `torch.nn.Module`, without vLLM.
+
+Each invoke is one forward pass of its own. A causal language model with a tokenizer generates, so
+that a trace means what it means on vLLM: prompts, sampling arguments, steps, logits, samples and
+the finished output, with values as `[tokens, width]` (the batch axis of 1 left out).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnsight_core.backend import Ended, Event, Finished, Invoke
+from nnsight_core.effects import effects_of
+from nnsight_core.errors import LocationError
+from nnsight_core.interleaver import Interleaver
+from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Location, Phase
+from nnsight_core.model import Model
+from nnsight_core.outputs import CompletionOutput, RequestOutput
+from nnsight_core.run import Run
+from nnsight_core.sampling import SamplingNames
+from nnsight_core.scope import ended, run_of
+from nnsight_core.tracer import NO_PROMPT, Tracer
+from nnsight_core.tree import ModelTree
+from nnsight_core.watch import Watch, bare_tree
+
+
+class TorchModel(Model):
+    """A PyTorch module on which blocks run.
+
+    Args:
+        module: any module; it stays usable as before.
+        tokenizer: makes it a causal language model of transformers' kind, which takes prompts.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> model = TorchModel(net)
+        >>> with model.trace(torch.ones(1, 4)):
+        ...     hidden = model[1].output.save()
+    """
+
+    def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
+        backend = TorchBackend(module) if tokenizer is None else CausalBackend(module, tokenizer)
+        super().__init__(backend.watch.places, backend)
+        self._tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the model was built with."""
+        return self._tokenizer
+
+    def trace(self, prompt: Any = NO_PROMPT, *, fn: Any = None, **arguments: Any) -> Tracer:
+        """As `Model.trace`; without a tokenizer, what is given is handed to the forward."""
+        return super().trace(prompt, fn=fn, **arguments)
+
+
+class TorchBackend:
+    """Runs blocks in forward passes of one module. See `nnsight_core.Backend`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._done: list[Run] = []
+        self.interleaver = Interleaver(self, self._done.append)
+        name = type(module).__name__
+        self.watch = Watch(module, self.interleaver, bare_tree(module, name, _engine()))
+
+    # -- Backend ---------------------------------------------------------------------------------
+
+    def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
+        for index, invoke in enumerate(invokes):
+            run = self._start(invoke, index)
+            try:
+                output = self._run(invoke, run)
+            except BaseException:
+                if run is not None:
+                    self.interleaver.drop(run)
+                raise
+            if run is not None:
+                yield ended(run, index)
+            yield Finished(index, output)
+
+    def describe(self) -> ModelTree:
+        assert self.watch.places.tree is not None
+        return self.watch.places.tree
+
+    def close(self) -> None:
+        self.watch.remove()
+
+    # -- Rows ------------------------------------------------------------------------------------
+
+    def view(self, run: Run, location: Location, index: int, tensor: Tensor) -> Tensor | None:
+        return tensor
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _start(self, invoke: Invoke, index: int) -> Run | None:
+        run = run_of(invoke, index)
+        block = invoke.block
+        if block is not None and "source" in block.code.compiled.co_names:
+            tree = self.describe()
+            effects = effects_of(block.code, block.names, tree)
+            effects.check(tree, block.code)
+            for path in effects.sources():
+                self.watch.watch_source(path)
+        return run
+
+    def _run(self, invoke: Invoke, run: Run | None) -> RequestOutput | None:
+        arguments = invoke.prompt if isinstance(invoke.prompt, tuple) else (invoke.prompt,)
+        keywords = invoke.sampling
+        with torch.no_grad():
+            if run is not None:
+                self.interleaver.begin((run,))
+            self.module(*arguments, **keywords)
+            self.interleaver.advance(Phase.RESULT)
+            self.interleaver.advance(Phase.OVER)
+        return None
+
+
+class CausalBackend(TorchBackend):
+    """Generates with a causal language model of transformers' kind."""
+
+    def __init__(self, module: nn.Module, tokenizer: Any) -> None:
+        super().__init__(module)
+        self.tokenizer = tokenizer
+
+    def view(self, run: Run, location: Location, index: int, tensor: Tensor) -> Tensor | None:
+        if location.phase == Phase.FORWARD and tensor.dim() > 1 and tensor.shape[0] == 1:
+            return tensor[0]
+        return tensor
+
+    def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
+        for invoke in invokes:
+            _SAMPLING.check(invoke.sampling)
+        yield from super().submit(invokes)
+
+    def _run(self, invoke: Invoke, run: Run | None) -> RequestOutput | None:
+        sampling = {"temperature": 1.0, "max_tokens": 16, "seed": None, **invoke.sampling}
+        generator = torch.Generator()
+        if sampling["seed"] is not None:
+            generator.manual_seed(sampling["seed"])
+        prompt = _ids(invoke.prompt, self.tokenizer)
+        made: list[int] = []
+        reason = "length"
+        cache = None
+        with torch.no_grad():
+            for step in range(sampling["max_tokens"]):
+                if run is not None and step == 0:
+                    self.interleaver.begin((run,))
+                ids = torch.tensor([prompt if step == 0 else made[-1:]])
+                out = self.module(input_ids=ids, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                self.interleaver.advance(Phase.LOGITS)
+                logits = self.interleaver.arrive(LOGITS, out.logits[0, -1:].clone())
+                self.interleaver.advance(Phase.SAMPLES)
+                drawn = _draw(logits, sampling["temperature"], generator)
+                drawn = self.interleaver.arrive(SAMPLES, drawn)
+                self.interleaver.advance(Phase.RESULT)
+                made.append(int(drawn))
+                if made[-1] == self.tokenizer.eos_token_id and not sampling.get("ignore_eos"):
+                    reason = "stop"
+                    break
+        output = RequestOutput(
+            request_id="0",
+            prompt=invoke.prompt if isinstance(invoke.prompt, str) else None,
+            prompt_token_ids=prompt,
+            outputs=[
+                CompletionOutput(
+                    index=0,
+                    text=self.tokenizer.decode(made, skip_special_tokens=True),
+                    token_ids=made,
+                    finish_reason=reason,
+                )
+            ],
+            finished=True,
+        )
+        self.interleaver.arrive(RESULT, output)
+        self.interleaver.advance(Phase.OVER)
+        return output
+
+
+_SAMPLING = SamplingNames(["temperature", "max_tokens", "seed", "ignore_eos"])
+
+
+def _ids(prompt: Any, tokenizer: Any) -> list[int]:
+    """Token ids of a prompt: a text, ids, or what a tokenizer made."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif isinstance(prompt, Mapping) and "input_ids" in prompt:
+        ids = torch.as_tensor(prompt["input_ids"]).reshape(-1).tolist()
+    else:
+        ids = list(prompt)
+    if not ids:
+        raise ValueError("Empty prompt: a prompt needs at least one token.")
+    return ids
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
+
+
+def _engine() -> str:
+    return f"torch {torch.__version__}"

@@ -1,0 +1,292 @@
+"""The two tracers: the one a user's `with` statement binds, and the one its block sees."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from nnsight_core.backend import Backend, Ended, Event, Finished, Invoke, Printed
+from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, push
+from nnsight_core.errors import BlockError, LocationError, ProtocolError
+from nnsight_core.outputs import RESULT_LATER, LateResult, RequestOutput
+from nnsight_core.run import current_run
+
+if TYPE_CHECKING:
+    from nnsight_core.model import Model
+
+NO_PROMPT: Any = object()
+
+
+class BlockTracer:
+    """`tracer` as a block sees it."""
+
+    __slots__ = ()
+
+    @property
+    def result(self) -> LateResult:
+        """The request's finished output (`RequestOutput`); may be saved anywhere in the block."""
+        return RESULT_LATER
+
+    def invoke(self, *_: Any, **__: Any) -> None:
+        raise LocationError(
+            "tracer.invoke stands inside a block: a trace that was given a prompt has no invokes. "
+            "Write `with model.trace() as tracer:` and one `with tracer.invoke(prompt):` per prompt."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise LocationError(f"The tracer of a block has no {name!r}; it has `result`.")
+
+
+class _Captured:
+    """A `with` statement whose body is taken along instead of being run."""
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+        self._block: Block | None = None
+        self._skip: Skip | None = None
+
+    def _enter(self, frame: FrameType) -> None:
+        self._block = capture(frame)
+        self._frame = frame
+        self._skip = Skip(frame)
+
+    def _leave(self, kind: type[BaseException] | None) -> bool:
+        """Whether the body was skipped, as it should have been."""
+        if self._skip is not None:
+            self._skip.undo()
+            self._skip = None
+        return kind is not None and issubclass(kind, Skipped)
+
+
+class Tracer(_Captured):
+    """One trace: its invokes, and what came home.
+
+    Attributes:
+        saves: what was saved, by name, as it was also bound in the user's frame.
+        outputs: the finished outputs, one per invoke.
+    """
+
+    def __init__(
+        self, model: Model, backend: Backend, prompt: Any, sampling: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._backend = backend
+        self._prompt = prompt
+        self._sampling = sampling
+        self._invokes: list[Invoke] = []
+        self._frames: list[FrameType] = []
+        self._open = False
+        self.saves: dict[str, Any] = {}
+        self.outputs: list[RequestOutput | None] = []
+        self.value: Any = None
+
+    @property
+    def result(self) -> Any:
+        """The finished output; a list of them if the trace had several invokes."""
+        if not self.outputs:
+            raise LocationError("tracer.result is there once the trace has ended.")
+        return self.outputs[0] if len(self.outputs) == 1 else self.outputs
+
+    def invoke(self, prompt: Any = NO_PROMPT, **sampling: Any) -> InvokeContext:
+        """Add one prompt to the trace, with a block of its own.
+
+        Args:
+            prompt: a text, token ids, a tokenizer's output, or a prompt dict of vLLM's.
+            **sampling: sampling arguments of this prompt; they win over the trace's.
+
+        Raises:
+            ValueError: no prompt was given.
+
+        Example:
+            >>> with model.trace(temperature=0.0) as tracer:
+            ...     for prompt in prompts:
+            ...         with tracer.invoke(prompt):
+            ...             hidden = model.transformer.h[6].output.save()
+        """
+        if not self._open:
+            raise LocationError("tracer.invoke belongs inside the body of its own trace.")
+        if prompt is NO_PROMPT:
+            raise ValueError("An invoke needs a prompt: `with tracer.invoke(prompt):`.")
+        return InvokeContext(self, prompt, {**self._sampling, **sampling})
+
+    def __enter__(self) -> Tracer:
+        if current_run() is not None:
+            raise LocationError("A trace cannot be opened inside the block of another.")
+        self._open = True
+        if self._prompt is not NO_PROMPT:
+            self._enter(sys._getframe(1))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self._open = False
+        skipped = self._leave(kind)
+        if error is not None and not skipped:
+            self._forget()
+            return False
+        if skipped:
+            assert self._frame is not None and self._block is not None
+            bind_target(self._frame, self._block.target, self)
+            self._add(Invoke(self._prompt, self._sampling, self._block), self._frame)
+        if not self._invokes:
+            self._forget()
+            raise ValueError(
+                "The trace has no prompt: give it one (`model.trace(prompt)`) or open invokes in "
+                "it (`with tracer.invoke(prompt):`)."
+            )
+        self._run()
+        return True
+
+    def _add(self, invoke: Invoke, frame: FrameType) -> None:
+        self._invokes.append(invoke)
+        self._frames.append(frame)
+
+    def _forget(self) -> None:
+        # A frame that is held keeps everything in it alive.
+        self._frames = []
+        self._frame = self._block = None
+
+    def _run(self) -> None:
+        invokes, frames = self._invokes, self._frames
+        outcomes = [_Outcome() for _ in invokes]
+        failure: BaseException | None = None
+        try:
+            for event in self._backend.submit(invokes):
+                outcomes[event.invoke].take(event)
+        except ProtocolError as error:
+            failure = error
+        self.outputs = [o.output for o in outcomes]
+        self.saves = _by_name(invokes, outcomes)
+        self.value = _one_or_all([o.value() for o in outcomes])
+        if frames:
+            for name, value in self.saves.items():
+                for frame, invoke in zip(frames, invokes, strict=True):
+                    if invoke.block is not None and name in invoke.block.code.names.binds:
+                        push(frame, {name: value})
+                        break
+        self._forget()
+        errors = [e for outcome in outcomes for e in outcome.errors]
+        if isinstance(failure, ProtocolError):
+            failure.arrived = dict(self.saves)
+            raise failure
+        _raise(errors, len(invokes))
+
+
+class InvokeContext(_Captured):
+    """One `with tracer.invoke(prompt):`."""
+
+    def __init__(self, tracer: Tracer, prompt: Any, sampling: dict[str, Any]) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self._prompt = prompt
+        self._sampling = sampling
+
+    def __enter__(self) -> InvokeContext:
+        if self._tracer._prompt is not NO_PROMPT:
+            raise LocationError("A trace that was given a prompt has no invokes.")
+        self._enter(sys._getframe(1))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not self._leave(kind):
+            return False
+        assert self._frame is not None and self._block is not None
+        bind_target(self._frame, self._block.target, self)
+        self._tracer._add(Invoke(self._prompt, self._sampling, self._block), self._frame)
+        self._frame = self._block = None
+        return True
+
+
+class _Outcome:
+    """What became of one invoke."""
+
+    def __init__(self) -> None:
+        self.output: RequestOutput | None = None
+        self.sequences: dict[int, Ended] = {}
+        self.errors: list[BaseException] = []
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Printed(invoke=invoke, text=text):
+                sys.stdout.write("".join(f"[invoke {invoke}] {t}\n" for t in text.splitlines()))
+            case Ended():
+                self.sequences[event.sequence] = event
+                for note in event.warnings:
+                    warnings.warn_explicit(note.message, note.category, note.filename, note.line)
+                if event.error is not None:
+                    self.errors.append(event.error)
+            case Finished():
+                self.output = event.output
+                if event.error is not None:
+                    self.errors.append(event.error)
+
+    def names(self) -> dict[str, Any]:
+        """The saved values by name: of one sequence the value, of several the list of them."""
+        ended = [self.sequences[i] for i in sorted(self.sequences)]
+        count = max(self.sequences, default=0) + 1
+        names = dict.fromkeys(name for e in ended for name in e.saves)
+        if count == 1:
+            return {name: self._late(ended[0].saves[name]) for name in names}
+        return {
+            name: [
+                self._late(self.sequences[i].saves.get(name)) if i in self.sequences else None
+                for i in range(count)
+            ]
+            for name in names
+        }
+
+    def value(self) -> Any:
+        return _one_or_all([self._late(e.value) for _, e in sorted(self.sequences.items())])
+
+    def _late(self, value: Any) -> Any:
+        """Saved values with the finished output where the block saved `tracer.result`."""
+        if isinstance(value, LateResult):
+            return self.output
+        if type(value) in (list, tuple):
+            return type(value)(self._late(v) for v in value)
+        if type(value) is dict:
+            return {k: self._late(v) for k, v in value.items()}
+        return value
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values or None
+
+
+def _by_name(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
+    """A name that several invokes may save is a list with one entry per invoke."""
+    found = [outcome.names() for outcome in outcomes]
+    names: dict[str, Any] = {}
+    for name in dict.fromkeys(name for saved in found for name in saved):
+        may = [i.block is not None and name in i.block.code.names.binds for i in invokes]
+        if sum(may) > 1:
+            names[name] = [saved.get(name) for saved in found]
+        else:
+            names[name] = next(saved[name] for saved in found if name in saved)
+    return names
+
+
+def _raise(errors: list[BaseException], invokes: int) -> None:
+    ready = [e if isinstance(e, Exception) else _wrapped(e) for e in errors]
+    if len(ready) == 1:
+        raise ready[0]
+    if ready:
+        raise ExceptionGroup(f"{len(ready)} errors in {invokes} invokes", ready)
+
+
+def _wrapped(error: BaseException) -> BlockError:
+    """An error that would end this process (`sys.exit` in a block) becomes an ordinary one."""
+    wrapped = BlockError(f"{type(error).__name__}: {error}")
+    return wrapped.with_traceback(error.__traceback__)

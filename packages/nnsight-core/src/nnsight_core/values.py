@@ -1,0 +1,58 @@
+"""Values as modules pass them: tensors, alone or in tuples, lists, dicts and named records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same structure with each tensor changed; tensors are visited in a fixed order."""
+    if isinstance(value, Tensor):
+        return change(value)
+    kind = type(value)
+    if kind is tuple:
+        return tuple([map_tensors(v, change) for v in value])
+    if kind is list:
+        return [map_tensors(v, change) for v in value]
+    if isinstance(value, tuple):
+        parts = [map_tensors(v, change) for v in value]
+        return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    if isinstance(value, dict):
+        parts = {k: map_tensors(v, change) for k, v in value.items()}
+        return parts if kind is dict else kind(**parts)
+    return value
+
+
+def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a structure with how it is reached (`[0]`, `['hidden_states']`, or empty)."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif isinstance(value, tuple | list):
+        for index, part in enumerate(value):
+            for path, tensor in tensors(part):
+                yield f"[{index}]{path}", tensor
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            for path, tensor in tensors(part):
+                yield f"[{key!r}]{path}", tensor
+
+
+def describe(value: Any) -> str:
+    """A short text for messages: `float32 [5, 96]`, `(float32 [5, 96], None)`, `int`."""
+    if isinstance(value, Tensor):
+        return f"{dtype_name(value.dtype)} {list(value.shape)}"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(describe(v) for v in value)
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in value.items()) + "}"
+    return "None" if value is None else type(value).__name__
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,125 @@
+"""A visit: one value served to one run, and what the run wrote brought back.
+
+The run gets private copies of its rows, made outside inference mode so that PyTorch counts their
+versions. A copy whose version has risen, or that was replaced, is copied back over the rows it came
+from; nothing else of the engine's memory is touched.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nnsight_core.errors import WriteError
+from nnsight_core.locations import Location
+from nnsight_core.run import Run
+from nnsight_core.values import map_tensors
+
+
+class Rows(Protocol):
+    """Which part of a value is a request's own."""
+
+    def view(self, run: Run, location: Location, index: int, tensor: Tensor) -> Tensor | None:
+        """A view of the run's rows of the `index`-th tensor of a value.
+
+        None says that the tensor has no rows of requests: it is served whole and cannot be written.
+
+        Raises:
+            LocationError: the rows cannot be told apart.
+        """
+        ...
+
+
+class Copy(NamedTuple):
+    """A private copy: of which rows (None if of a tensor that all requests share), as of when."""
+
+    rows: Tensor | None
+    private: Tensor
+    version: int
+
+
+class Visit:
+    """One value served to one run.
+
+    Attributes:
+        value: the value with a private copy in place of each tensor.
+    """
+
+    __slots__ = ("copies", "location", "rows", "run", "value")
+
+    def __init__(self, rows: Rows, run: Run, location: Location, value: Any) -> None:
+        self.rows = rows
+        self.run = run
+        self.location = location
+        self.copies: list[Copy] = []
+        self.value = map_tensors(value, self._copy)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        own = self.rows.view(self.run, self.location, len(self.copies), tensor)
+        private = (tensor if own is None else own).clone()
+        self.copies.append(Copy(own, private, private._version))
+        return private
+
+    def written(self, given: Any) -> dict[int, Tensor]:
+        """The tensors that the run wrote in place or replaced, by their index.
+
+        Raises:
+            WriteError: what was written has no rows of this request, or lost its shape.
+        """
+        if given is self.value:
+            new = [copy.private for copy in self.copies]
+        else:
+            new = []
+            map_tensors(given, lambda tensor: new.append(tensor))
+        changed: dict[int, Tensor] = {}
+        for index, (copy, now) in enumerate(zip(self.copies, new, strict=True)):
+            if now is copy.private and now._version == copy.version:
+                continue
+            if copy.rows is None:
+                raise WriteError(
+                    f"{self.location} holds a tensor of shape {list(now.shape)} that has no rows "
+                    "of this request (all requests share it), so it can be read but not written."
+                )
+            if now.shape != copy.rows.shape:
+                raise WriteError(
+                    f"{self.location} was resized in place from {list(copy.rows.shape)} to "
+                    f"{list(now.shape)}: a write must keep the rows and the width."
+                )
+            changed[index] = now
+        return changed
+
+    def put_back(self, changed: dict[int, Tensor]) -> None:
+        """Copy what was written over the rows it came from."""
+        for index, now in changed.items():
+            own = self.copies[index].rows
+            assert own is not None
+            own.copy_(now)
+
+    def put_into_copy(self, value: Any, changed: dict[int, Tensor]) -> Any:
+        """The value with changed copies of the tensors that were written."""
+        position = iter(range(len(self.copies)))
+
+        def change(tensor: Tensor) -> Tensor:
+            index = next(position)
+            if index not in changed:
+                return tensor
+            whole = tensor.clone()
+            own = self.rows.view(self.run, self.location, index, whole)
+            assert own is not None
+            own.copy_(changed[index])
+            return whole
+
+        return map_tensors(value, change)
+
+
+def outside_inference() -> AbstractContextManager[None]:
+    """Where tensors are ordinary ones, whose versions PyTorch counts."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)  # type: ignore[return-value]
+    return _NOTHING
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()

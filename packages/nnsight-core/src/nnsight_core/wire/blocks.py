@@ -1,0 +1,149 @@
+"""Blocks on the wire: from an invoke to its message, and from a message to a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nnsight_core.backend import Ended, Finished, Invoke, Noted, Printed
+from nnsight_core.code import compile_block
+from nnsight_core.effects import Effects, effects_of
+from nnsight_core.errors import EncodeError
+from nnsight_core.run import Run
+from nnsight_core.scope import BLOCK_TRACER, VALUE, call_block, ended, target_names
+from nnsight_core.tree import ModelTree
+from nnsight_core.wire.code import CodeDecoder, CodeEncoder
+from nnsight_core.wire.data import Decoder, Encoder
+from nnsight_core.wire.errors import rebuild_error, record_error
+from nnsight_core.wire.frames import Frame
+from nnsight_core.wire.messages import (
+    BlockData,
+    EndedMessage,
+    FinishedMessage,
+    Message,
+    PrintedMessage,
+    WarningData,
+)
+
+
+def encode_block(invoke: Invoke, encoder: CodeEncoder) -> BlockData | None:
+    """An invoke's block as data; None if it has none.
+
+    Raises:
+        EncodeError: a name that it needs holds what cannot be shipped.
+    """
+    call = invoke.function is not None
+    block = call_block(invoke.function) if call else invoke.block
+    if block is None:
+        return None
+    code = block.code
+    names: dict[str, Any] = {}
+    for name, value in block.names.items():
+        try:
+            names[name] = encoder.encode(value, name)
+        except EncodeError as error:
+            line = code.names.needs.get(name, code.line)
+            place = "the function given as `fn=`" if call else f"{code.filename}:{line}"
+            raise EncodeError(f"{place}: {error}") from error.__cause__
+    return BlockData(
+        source=code.source,
+        filename=code.filename,
+        line=code.line,
+        function=code.function,
+        names=names,
+        targets=target_names(block.target),
+        call=call,
+    )
+
+
+def check_block(invoke: Invoke, tree: ModelTree | None) -> Effects | None:
+    """What an invoke's block may touch, checked against the tree if that is known.
+
+    Raises:
+        LocationError: its text surely names a location that does not exist.
+    """
+    if invoke.block is None:
+        return None
+    effects = effects_of(invoke.block.code, invoke.block.names, tree)
+    if tree is not None and not tree.provisional:
+        effects.check(tree, invoke.block.code)
+    return effects
+
+
+def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str, Any]) -> Run:
+    """The run of a block that came over the wire."""
+    code = compile_block(data.source, data.filename, data.line, data.function)
+    scope = {**extra, **{name: decoder.decode(v) for name, v in data.names.items()}}
+    scope.update(dict.fromkeys(data.targets, BLOCK_TRACER))
+    return Run(code, scope, key)
+
+
+def encode_ended(
+    run: Run, key: str, sequence: int, notes: list[WarningData], waits: bool = False
+) -> Frame:
+    """The message that a run has ended; what cannot come home becomes the run's error."""
+    result = ended(run, 0, sequence)
+    encoder = Encoder()
+    error = result.error
+    saves: dict[str, Any] = {}
+    if result.value is not None:
+        result.saves[VALUE] = result.value
+    for name, value in result.saves.items():
+        try:
+            saves[name] = encoder.encode(value, name)
+        except EncodeError as refused:
+            error = error or refused
+    message = EndedMessage(
+        key=key,
+        sequence=sequence,
+        saves=saves,
+        error=record_error(error, encoder) if error is not None else None,
+        warnings=[*notes, *(_warning(n) for n in result.warnings)],
+        waits=waits,
+    )
+    return message.frame(encoder.buffers)
+
+
+def decode_event(
+    message: Message, frame: Frame, invoke: int, known: list[type]
+) -> Printed | Ended | Finished:
+    """What a message says happened, as the front end takes it.
+
+    Args:
+        known: exception classes that the block's names hold.
+    """
+    match message:
+        case PrintedMessage():
+            return Printed(invoke, message.text)
+        case EndedMessage():
+            decoder = Decoder(frame.buffers)
+            saves = {name: decoder.decode(v) for name, v in message.saves.items()}
+            error = None
+            if message.error is not None:
+                error = rebuild_error(message.error, frame.buffers, known)
+            notes = [
+                Noted(w.category(), w.message, w.filename, w.line) for w in message.warnings
+            ]
+            value = saves.pop(VALUE, None)
+            return Ended(invoke, message.sequence, saves, value, error, notes)
+        case FinishedMessage():
+            error = None
+            if message.error is not None:
+                error = rebuild_error(message.error, frame.buffers, known)
+            return Finished(invoke, message.output, error)
+    raise TypeError(type(message))
+
+
+def known_errors(invoke: Invoke) -> list[type]:
+    """The exception classes that a block's names hold."""
+    values = invoke.block.names.values() if invoke.block is not None else ()
+    return [v for v in values if isinstance(v, type) and issubclass(v, BaseException)]
+
+
+def _warning(note: Noted) -> WarningData:
+    return WarningData(
+        module=note.category.__module__,
+        name=note.category.__name__,
+        message=note.message,
+        filename=note.filename,
+        line=note.line,
+    )

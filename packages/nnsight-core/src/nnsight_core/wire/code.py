@@ -1,0 +1,442 @@
+"""Typed values that are code: what a block's names may hold besides data.
+
+Functions and classes travel by import path where the receiver surely has the same library, else as
+source with the names they need; a `torch.nn.Module` as its class and state; a module of Python by
+name; nodes and tracers by what they name. What none of these covers goes by cloudpickle, and only
+where both sides allow it. Decoding runs code, so it belongs where blocks are run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import enum
+import functools
+import hashlib
+import importlib
+import inspect
+import linecache
+import site
+import sys
+import sysconfig
+import textwrap
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnsight_core.code import compile_block
+from nnsight_core.errors import CaptureError, EncodeError, LocationError, PolicyError
+from nnsight_core.node import Node, Operation, Root, Source
+from nnsight_core.scope import BLOCK_TRACER
+from nnsight_core.tracer import BlockTracer, InvokeContext, Tracer
+from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
+from nnsight_core.wire.frames import Buffer
+
+BLOB = 1 << 14
+"""Tensors of at least this many bytes travel apart from the block, once per content."""
+
+
+class CodeEncoder(Encoder):
+    """Encodes what a block's names hold.
+
+    Args:
+        pickle: whether the receiver takes cloudpickle for what the types do not cover.
+        tokenizer: the model's own tokenizer, which is named instead of being shipped.
+
+    Attributes:
+        blobs: the large tensors' bytes by content; they must be with the receiver before it
+            decodes.
+    """
+
+    def __init__(self, pickle: bool = False, tokenizer: Any = None) -> None:
+        super().__init__()
+        self._pickle = pickle
+        self._tokenizer = tokenizer
+        self.blobs: dict[str, memoryview] = {}
+
+    def form(self, value: Any) -> dict[str, Json]:
+        for kinds, method in _FORMS:
+            if isinstance(value, kinds):
+                return method(self, value)
+        if value is self._tokenizer and value is not None:
+            return {"$": "tokenizer"}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            return {"$": "record", "class": self._encode(type(value)), "v": self._names(parts)}
+        try:
+            return super().form(value)
+        except EncodeError:
+            if type(value) in (list, tuple, dict, set, frozenset) or isinstance(value, Tensor):
+                raise
+            return self._pickled(value)
+
+    def refusal(self, value: Any) -> EncodeError:
+        kind = type(value)
+        return EncodeError(
+            f"{self.where()} is a {kind.__module__}.{kind.__qualname__}, which cannot be shipped "
+            "to the engine. Use tensors, arrays, numbers, texts, containers of them, functions, "
+            "classes or nn.Modules in the block, or make the object inside the block."
+        )
+
+    def tensor(self, tensor: Tensor) -> dict[str, Json]:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes < BLOB or tensor.layout is not torch.strided or tensor.is_meta:
+            form = super().tensor(tensor)
+        else:
+            digest, data = _content(tensor)
+            self.blobs[digest] = data
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            form = {"$": "tensor", "dtype": dtype, "shape": list(tensor.shape), "h": digest}
+        if isinstance(tensor, nn.Parameter):
+            form["parameter"] = tensor.requires_grad
+        return form
+
+    # -- one method per kind ---------------------------------------------------------------------
+
+    def _node(self, node: Node) -> dict[str, Json]:
+        return {"$": "node", "path": node._path}
+
+    def _place(self, place: Source | Operation) -> dict[str, Json]:
+        return {"$": type(place).__name__.lower(), "path": place._path}
+
+    def _tracer(self, _: Any) -> dict[str, Json]:
+        return {"$": "tracer"}
+
+    def _pymodule(self, module: ModuleType) -> dict[str, Json]:
+        return {"$": "pymodule", "name": module.__name__}
+
+    def _function(self, function: FunctionType) -> dict[str, Json]:
+        if _installed(function.__module__) and "<locals>" not in function.__qualname__:
+            return _path(function.__module__, function.__qualname__)
+        plain = inspect.unwrap(function)
+        try:
+            source, line, names = _source_of(plain)
+        except CaptureError as error:
+            return self._pickled(function, str(error))
+        return {
+            "$": "function",
+            "name": plain.__name__,
+            "source": source,
+            "filename": plain.__code__.co_filename,
+            "line": line,
+            "names": self._names(names),
+            "module": plain.__module__,
+        }
+
+    def _names(self, names: dict[str, Any]) -> dict[str, Json]:
+        return {name: self.encode(value, f" → {name}") for name, value in names.items()}
+
+    def _builtin(self, function: Any) -> dict[str, Json]:
+        owner = getattr(function, "__self__", None)
+        name = function.__name__
+        if isinstance(owner, ModuleType):
+            return _path(owner.__name__, name)
+        for module in ("torch", "torch.nn.functional", "torch._C._nn", "torch.special"):
+            if getattr(sys.modules.get(module), name, None) is function:
+                return _path(module, name)
+        if owner is not None and not isinstance(owner, type):
+            return {"$": "method", "self": self.encode(owner, " → self"), "name": name}
+        return self._pickled(function)
+
+    def _method(self, method: MethodType) -> dict[str, Json]:
+        owner = self.encode(method.__self__, " → self")
+        return {"$": "method", "self": owner, "name": method.__name__}
+
+    def _class(self, cls: type) -> dict[str, Json]:
+        if _installed(cls.__module__) and "<locals>" not in cls.__qualname__:
+            return _path(cls.__module__, cls.__qualname__)
+        try:
+            source, line, names = _source_of(cls)
+        except CaptureError as error:
+            return self._pickled(cls, str(error))
+        # A method that speaks of its own class finds it in the scope where the class is made.
+        names.pop(cls.__name__, None)
+        return {
+            "$": "class",
+            "name": cls.__name__,
+            "qualname": cls.__qualname__,
+            "source": source,
+            "filename": inspect.getsourcefile(cls) or "<unknown>",
+            "line": line,
+            "names": self._names(names),
+            "module": cls.__module__,
+        }
+
+    def _partial(self, value: functools.partial[Any]) -> dict[str, Json]:
+        parts = (value.func, value.args, value.keywords)
+        return {"$": "partial", "v": [self.encode(p, " → partial") for p in parts]}
+
+    def _member(self, value: enum.Enum) -> dict[str, Json]:
+        return {"$": "member", "class": self.encode(type(value)), "name": value.name}
+
+    def _nn(self, module: nn.Module) -> dict[str, Json]:
+        state = dict(vars(module))
+        return {
+            "$": "nn",
+            "class": self.encode(type(module)),
+            "state": {k: self.encode(v, f".{k.lstrip('_')}") for k, v in state.items()},
+        }
+
+    def _pickled(self, value: Any, why: str = "") -> dict[str, Json]:
+        error = self.refusal(value)
+        if why:
+            error = EncodeError(f"{error.args[0]} ({why})")
+        if not self._pickle:
+            raise error
+        import cloudpickle
+
+        try:
+            return {"$": "pickle", "b": self.buffer(cloudpickle.dumps(value))}
+        except Exception as cause:
+            raise error from cause
+
+
+_FORMS: list[tuple[Any, Callable[[CodeEncoder, Any], dict[str, Json]]]] = [
+    (Node, CodeEncoder._node),
+    (Source | Operation, CodeEncoder._place),
+    (Tracer | InvokeContext | BlockTracer, CodeEncoder._tracer),
+    (ModuleType, CodeEncoder._pymodule),
+    (nn.Module, CodeEncoder._nn),
+    (type, CodeEncoder._class),
+    (FunctionType, CodeEncoder._function),
+    (MethodType, CodeEncoder._method),
+    (BuiltinFunctionType | type(len), CodeEncoder._builtin),
+    (functools.partial, CodeEncoder._partial),
+    (enum.Enum, CodeEncoder._member),
+]
+
+
+class CodeDecoder(Decoder):
+    """Decodes what a block's names hold, on the side that runs the block.
+
+    Args:
+        root: the root of the model's tree here.
+        blob: gives the tensor of a content, on the engine's device.
+        place: puts a tensor on the engine's device.
+        pickle: whether cloudpickle is taken.
+        extra: names that every function and block sees besides its own (`print`, `save`).
+    """
+
+    def __init__(
+        self,
+        buffers: list[Buffer],
+        root: Root,
+        *,
+        blob: Callable[[str, str, list[int]], Tensor] | None = None,
+        place: Callable[[Tensor], Tensor] | None = None,
+        pickle: bool = False,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(buffers)
+        self._root = root
+        self._blob = blob
+        self._place = place
+        self._pickle = pickle
+        self._extra = extra or {}
+
+    def readers(self) -> dict[str, Callable[[dict[str, Json]], Any]]:
+        root = self._root
+        return {
+            **super().readers(),
+            "node": lambda f: root.get(f["path"]) if f["path"] else root,
+            "source": lambda f: Source(root._places, f["path"]),
+            "operation": lambda f: Operation(root._places, f["path"]),
+            "tracer": lambda _: BLOCK_TRACER,
+            "tokenizer": lambda _: root.tokenizer,
+            "pymodule": lambda f: _import(f["name"]),
+            "path": _from_path,
+            "function": self._function,
+            "class": self._class,
+            "method": lambda f: getattr(self.decode(f["self"]), f["name"]),
+            "partial": self._partial,
+            "member": lambda f: self.decode(f["class"])[f["name"]],
+            "nn": self._nn,
+            "record": self._record,
+            "pickle": self._unpickle,
+        }
+
+    def tensor(self, form: dict[str, Json]) -> Tensor:
+        if "h" in form:
+            assert self._blob is not None
+            tensor = self._blob(form["h"], form["dtype"], form["shape"])
+        else:
+            tensor = super().tensor(form)
+            if self._place is not None:
+                tensor = self._place(tensor)
+        if "parameter" in form:
+            tensor = nn.Parameter(tensor, requires_grad=bool(form["parameter"]))
+        return tensor
+
+    def _function(self, form: dict[str, Json]) -> Any:
+        return self._run_source(form, form["name"])
+
+    def _class(self, form: dict[str, Json]) -> Any:
+        cls = self._run_source(form, form["name"])
+        cls.__qualname__ = form["qualname"]
+        return cls
+
+    def _run_source(self, form: dict[str, Json], name: str) -> Any:
+        code = compile_block(form["source"], form["filename"], form["line"], "<module>")
+        scope: dict[str, Any] = {**self._extra, "__name__": form["module"]}
+        late = _Late(scope, name)
+        # A function may name itself, or one that names it, before it exists.
+        self._made[form["#"]] = late
+        for needed, value in form["names"].items():
+            scope[needed] = self.decode(value)
+        exec(code.compiled, scope)
+        made = scope[_RESULT] if _RESULT in scope else scope[name]
+        for needed, value in list(scope.items()):
+            if value is late:
+                scope[needed] = made
+        self._made[form["#"]] = made
+        return made
+
+    def _partial(self, form: dict[str, Json]) -> Any:
+        function, args, keywords = (self.decode(part) for part in form["v"])
+        return functools.partial(function, *args, **keywords)
+
+    def _nn(self, form: dict[str, Json]) -> nn.Module:
+        cls = self.decode(form["class"])
+        module = cls.__new__(cls)
+        module.__dict__.update({k: self.decode(v) for k, v in form["state"].items()})
+        return module
+
+    def _record(self, form: dict[str, Json]) -> Any:
+        cls = self.decode(form["class"])
+        record = object.__new__(cls)
+        for name, value in form["v"].items():
+            object.__setattr__(record, name, self.decode(value))
+        return record
+
+    def _unpickle(self, form: dict[str, Json]) -> Any:
+        if not self._pickle:
+            raise PolicyError("A pickled value came, which this server does not take.")
+        import cloudpickle
+
+        return cloudpickle.loads(bytes(self._buffer(form)))
+
+
+_RESULT = "__nnsight_lambda__"
+
+
+class _Late:
+    """Stands for a function that is being made, where it is named by itself."""
+
+    def __init__(self, scope: dict[str, Any], name: str) -> None:
+        self._scope = scope
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._scope[self._name](*args, **kwargs)
+
+
+def _source_of(thing: FunctionType | type) -> tuple[str, int, dict[str, Any]]:
+    """A function's or class's source as a block, its first line, and the values it needs."""
+    try:
+        lines, line = inspect.getsourcelines(thing)
+    except (OSError, TypeError):
+        raise CaptureError("its source cannot be had") from None
+    filename = inspect.getsourcefile(thing) or "<unknown>"
+    text = textwrap.indent(textwrap.dedent("".join(lines)), "    ", lambda _: True)
+    if isinstance(thing, FunctionType) and thing.__name__ == "<lambda>":
+        text = f"    {_RESULT} = {_lambda_text(thing)}\n"
+    code = compile_block(text, filename, line, "<module>")
+    known: dict[str, Any] = dict(vars(sys.modules.get(thing.__module__, builtins)))
+    if isinstance(thing, FunctionType):
+        known = {**thing.__globals__, **_cells(thing)}
+    else:
+        for part in vars(thing).values():
+            if isinstance(part, FunctionType):
+                known = {**known, **part.__globals__, **_cells(part)}
+    names = {name: known[name] for name in code.names.needs if name in known}
+    return text, line, names
+
+
+def _cells(function: FunctionType) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name == "__class__":
+            continue
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    return found
+
+
+def _lambda_text(function: FunctionType) -> str:
+    """A lambda's own text, found by where its code stands in the file."""
+    code = function.__code__
+    source = "".join(linecache.getlines(code.co_filename)) or inspect.getsource(function)
+    places = {p[:1] + p[2:3] for p in code.co_positions() if p[2] is not None}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Lambda) and (node.body.lineno, node.body.col_offset) in places:
+            text = ast.get_source_segment(source, node)
+            if text is not None:
+                return f"({text})"
+    raise CaptureError("the lambda cannot be found in its source")
+
+
+_CONTENTS: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
+
+
+def _content(tensor: Tensor) -> tuple[str, memoryview]:
+    """A tensor's content as a digest, kept while the tensor lives unchanged, and its bytes."""
+    data = tensor_bytes(tensor)
+    known = _CONTENTS.get(id(tensor))
+    version = -1 if tensor.is_inference() else tensor._version
+    if known is not None and known[0]() is tensor and known[1] == version and version >= 0:
+        return known[2], data
+    meta = f"{tensor.dtype}{list(tensor.shape)}".encode()
+    digest = hashlib.blake2b(data, digest_size=20, key=meta[:64]).hexdigest()
+    key = id(tensor)
+    _CONTENTS[key] = (weakref.ref(tensor, lambda _: _CONTENTS.pop(key, None)), version, digest)
+    return digest, data
+
+
+def _path(module: str, name: str) -> dict[str, Json]:
+    return {"$": "path", "module": module, "name": name}
+
+
+def _from_path(form: dict[str, Json]) -> Any:
+    found: Any = _import(form["module"])
+    for part in form["name"].split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise LocationError(
+            f"The block uses the module {name!r}, which the engine's side does not have ({error}). "
+            "Install it there, or define what the block needs in the script itself."
+        ) from None
+
+
+@functools.cache
+def _installed(module: str | None) -> bool:
+    """Whether a module is part of Python or an installed library, so that the receiver has it."""
+    if module is None or module == "__main__":
+        return False
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("builtins", "nnsight_core"):
+        return True
+    loaded = sys.modules.get(module)
+    file = getattr(loaded, "__file__", None)
+    if file is None:
+        return False
+    roots = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *_site_folders()}
+    return any(Path(root) in Path(file).parents for root in roots)
+
+
+def _site_folders() -> list[str]:
+    folders = site.getsitepackages() if hasattr(site, "getsitepackages") else []
+    return [*folders, site.getusersitepackages()]

@@ -1,0 +1,340 @@
+"""Typed values that are plain data: numbers, texts, containers, tensors, arrays.
+
+A value is JSON with tags: numbers, texts, true, false and null stand for themselves, everything
+else is an object with `$` for its type. Tensors and arrays keep their bytes (little endian) in the
+frame's buffers. An object that occurs twice is written once, so it comes back as one object.
+Decoding builds data and runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from nnsight_core.errors import EncodeError, ProtocolError
+from nnsight_core.outputs import RESULT_LATER, LateResult
+from nnsight_core.values import dtype_name
+from nnsight_core.wire.frames import Buffer
+
+Json = Any
+MAX_DEPTH = 200
+
+_DTYPES = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+
+
+class Encoder:
+    """Turns values into typed JSON and buffers.
+
+    Attributes:
+        buffers: the buffers of everything encoded so far.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self._seen: dict[int, tuple[int, Any]] = {}
+        self._at: list[str] = []
+
+    def encode(self, value: Any, name: str = "") -> Json:
+        """The typed JSON of a value.
+
+        Args:
+            name: what messages call it.
+
+        Raises:
+            EncodeError: it, or something in it, is no data.
+        """
+        self._at.append(name)
+        try:
+            if len(self._at) > MAX_DEPTH:
+                raise EncodeError(f"{self.where()} is nested more than {MAX_DEPTH} deep.")
+            return self._encode(value)
+        finally:
+            self._at.pop()
+
+    def where(self) -> str:
+        """What is being encoded, for messages: `config['layers'][3]`."""
+        return "".join(self._at) or "the value"
+
+    def _encode(self, value: Any) -> Json:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is int:
+            return value if -(2**53) <= value <= 2**53 else {"$": "int", "v": str(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$": "float", "v": repr(value)}
+        if kind is str:
+            return _text(value)
+        if isinstance(value, LateResult):
+            return {"$": "result"}
+        seen = self._seen.get(id(value))
+        if seen is not None:
+            return {"$": "ref", "n": seen[0]}
+        # The entry holds the value, so that its id is not given to another meanwhile.
+        number = len(self._seen)
+        self._seen[id(value)] = (number, value)
+        form = self.form(value)
+        form["#"] = number
+        return form
+
+    def form(self, value: Any) -> dict[str, Json]:
+        """The tagged form of a value that is no scalar."""
+        kind = type(value)
+        if kind is list or kind is tuple or kind in (set, frozenset):
+            return {"$": kind.__name__, "v": self._parts(value)}
+        if kind is dict:
+            return self._dict(value)
+        if isinstance(value, Tensor):
+            return self.tensor(value)
+        if isinstance(value, numpy.ndarray):
+            return self._array(value)
+        if isinstance(value, torch.Size):
+            return {"$": "size", "v": list(value)}
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            named = {"module": kind.__module__, "name": kind.__qualname__}
+            return {"$": "named", **named, "k": list(kind._fields), "v": self._parts(value)}
+        if isinstance(value, dict):
+            return self._dict(value)
+        if kind in (bytes, bytearray):
+            return {"$": kind.__name__, "b": self.buffer(bytes(value))}
+        if kind is complex:
+            return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}
+        if kind is torch.dtype:
+            return {"$": "dtype", "v": dtype_name(value)}
+        if kind is torch.device:
+            return {"$": "device", "v": str(value)}
+        if kind is slice:
+            return {"$": "slice", "v": self._parts([value.start, value.stop, value.step])}
+        if kind is range:
+            return {"$": "range", "v": [value.start, value.stop, value.step]}
+        if value is Ellipsis:
+            return {"$": "ellipsis"}
+        if isinstance(value, numpy.generic):
+            return {**self._array(numpy.asarray(value)), "$": "scalar"}
+        if isinstance(value, int | float | str):  # an enum's member or another subclass
+            return {"$": "plain", "v": self._encode(_base_of(value))}
+        raise self.refusal(value)
+
+    def refusal(self, value: Any) -> EncodeError:
+        """The error for a value that is no data."""
+        return EncodeError(
+            f"{self.where()} is a {type(value).__module__}.{type(value).__qualname__}, which "
+            "cannot come home from a block. Save tensors, arrays, numbers, texts, or lists, tuples "
+            "and dicts of them."
+        )
+
+    def buffer(self, data: Buffer) -> int:
+        """Keep some bytes; gives their index."""
+        self.buffers.append(data)
+        return len(self.buffers) - 1
+
+    def tensor(self, tensor: Tensor) -> dict[str, Json]:
+        """A tensor's form: dtype, shape and its elements, never more of its storage than that."""
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise EncodeError(
+                f"{self.where()} is a {tensor.layout} tensor on {tensor.device}; only dense ones "
+                "can be shipped. Use `.to_dense()` or `.dequantize()`."
+            )
+        form = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        return {"$": "tensor", **form, "b": self.buffer(tensor_bytes(tensor))}
+
+    def _array(self, array: numpy.ndarray) -> dict[str, Json]:
+        if array.dtype.hasobject or array.dtype.names:
+            raise EncodeError(
+                f"{self.where()} is an array of {array.dtype}; only arrays of numbers ship."
+            )
+        little = numpy.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        data = memoryview(little.reshape(-1).view(numpy.uint8))
+        form = {"dtype": little.dtype.str, "shape": list(array.shape)}
+        return {"$": "array", **form, "b": self.buffer(data)}
+
+    def _parts(self, values: Any) -> list[Json]:
+        return [self.encode(v, f"[{i}]") for i, v in enumerate(values)]
+
+    def _dict(self, value: dict[Any, Any]) -> dict[str, Json]:
+        keys = [self.encode(k, f" key {k!r}") for k in value]
+        values = [self.encode(v, f"[{k!r}]") for k, v in value.items()]
+        return {"$": "dict", "k": keys, "v": values}
+
+
+class Decoder:
+    """Turns typed JSON and buffers back into values; builds data and runs nothing.
+
+    Args:
+        buffers: the buffers of the frame that the JSON came in.
+    """
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        self.buffers = buffers
+        self._made: dict[int, Any] = {}
+        self._depth = 0
+
+    def decode(self, form: Json) -> Any:
+        """The value of a typed JSON.
+
+        Raises:
+            ProtocolError: it is not well formed, or no data.
+        """
+        if form is None or isinstance(form, bool | int | float | str):
+            return form
+        if not isinstance(form, dict):
+            raise ProtocolError("A typed value is neither a scalar nor a tagged object.")
+        self._depth += 1
+        try:
+            if self._depth > 4 * MAX_DEPTH:
+                raise ProtocolError(f"A typed value is nested more than {4 * MAX_DEPTH} deep.")
+            return self._tagged(form)
+        except ProtocolError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError, RuntimeError) as error:
+            raise ProtocolError(f"A typed value is not well formed: {error!r}.") from error
+        finally:
+            self._depth -= 1
+
+    def _tagged(self, form: dict[str, Json]) -> Any:
+        tag = form["$"]
+        if tag == "ref":
+            return self._made[form["n"]]
+        read = self.readers().get(tag)
+        if read is None:
+            raise ProtocolError(f"A typed value of type {str(tag)[:40]!r} is not accepted here.")
+        value = read(form)
+        if "#" in form:
+            self._made[form["#"]] = value
+        return value
+
+    def readers(self) -> dict[str, Callable[[dict[str, Json]], Any]]:
+        """How each tag is read."""
+        return {
+            "int": lambda f: int(_short(f["v"])),
+            "float": lambda f: float(f["v"]),
+            "text": lambda f: bytes.fromhex(f["v"]).decode("utf-8", "surrogatepass"),
+            "result": lambda _: RESULT_LATER,
+            "list": self._list,
+            "tuple": lambda f: tuple(self._parts(f)),
+            "set": lambda f: set(self._parts(f)),
+            "frozenset": lambda f: frozenset(self._parts(f)),
+            "dict": self._dict,
+            "named": self._named,
+            "tensor": self.tensor,
+            "array": self._array,
+            "scalar": lambda f: self._array(f)[()],
+            "size": lambda f: torch.Size(f["v"]),
+            "bytes": lambda f: bytes(self._buffer(f)),
+            "bytearray": lambda f: bytearray(self._buffer(f)),
+            "complex": lambda f: complex(float(f["v"][0]), float(f["v"][1])),
+            "dtype": lambda f: _DTYPES[f["v"]],
+            "device": lambda f: torch.device(f["v"]),
+            "slice": lambda f: slice(*self._parts(f)),
+            "range": lambda f: range(*[int(v) for v in f["v"]]),
+            "ellipsis": lambda _: Ellipsis,
+            "plain": lambda f: self.decode(f["v"]),
+        }
+
+    def tensor(self, form: dict[str, Json]) -> Tensor:
+        """A tensor that owns its memory, on the CPU."""
+        return tensor_of(self._buffer(form), form["dtype"], form["shape"])
+
+    def _array(self, form: dict[str, Json]) -> numpy.ndarray:
+        dtype = numpy.dtype(form["dtype"])
+        if dtype.hasobject:
+            raise ProtocolError("An array of objects is not accepted.")
+        return numpy.frombuffer(self._buffer(form), dtype).reshape(form["shape"]).copy()
+
+    def _buffer(self, form: dict[str, Json]) -> Buffer:
+        return self.buffers[_index(form["b"])]
+
+    def _parts(self, form: dict[str, Json]) -> list[Any]:
+        return [self.decode(part) for part in form["v"]]
+
+    def _list(self, form: dict[str, Json]) -> list[Any]:
+        made: list[Any] = []
+        self._made[form.get("#", -1)] = made
+        made.extend(self._parts(form))
+        return made
+
+    def _dict(self, form: dict[str, Json]) -> dict[Any, Any]:
+        made: dict[Any, Any] = {}
+        self._made[form.get("#", -1)] = made
+        for key, value in zip(form["k"], form["v"], strict=True):
+            made[self.decode(key)] = self.decode(value)
+        return made
+
+    def _named(self, form: dict[str, Json]) -> Any:
+        """A named tuple: of its own class if this process has it, else of one made like it."""
+        found: Any = sys.modules.get(form["module"])
+        for part in str(form["name"]).split("."):
+            found = getattr(found, part, None)
+        fields = [str(k) for k in form["k"]]
+        if not (
+            isinstance(found, type)
+            and issubclass(found, tuple)
+            and list(getattr(found, "_fields", ())) == fields
+        ):
+            found = namedtuple(form["name"].rpartition(".")[2], fields)  # type: ignore[misc]  # noqa: PYI024
+        return tuple.__new__(found, self._parts(form))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's elements in order, without copying them if they lie so already."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def tensor_of(data: Buffer, dtype: str, shape: list[int]) -> Tensor:
+    """A tensor from its elements' bytes.
+
+    Raises:
+        ProtocolError: their number does not fit.
+    """
+    if dtype not in _DTYPES or not all(type(n) is int and n >= 0 for n in shape):
+        raise ProtocolError(f"A tensor of {str(dtype)[:40]!r} and shape {str(shape)[:80]}.")
+    made_of = _DTYPES[dtype]
+    count = math.prod(shape)
+    if count * made_of.itemsize != memoryview(data).nbytes:
+        raise ProtocolError(
+            f"A tensor of {dtype} {shape} needs {count * made_of.itemsize} bytes, not "
+            f"{memoryview(data).nbytes}."
+        )
+    tensor = torch.empty(shape, dtype=made_of)
+    if count:
+        memoryview(tensor.reshape(-1).view(torch.uint8).numpy())[:] = memoryview(data).cast("B")
+    return tensor
+
+
+def _text(value: str) -> Json:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which JSON cannot carry
+        return {"$": "text", "v": value.encode("utf-8", "surrogatepass").hex()}
+    return value
+
+
+def _base_of(value: Any) -> Any:
+    for base in (bool, int, float, str):
+        if isinstance(value, base):
+            return base(value.value if hasattr(value, "value") else value)
+    raise TypeError(type(value))
+
+
+def _index(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ProtocolError(f"{str(value)[:40]!r} is no index of a buffer.")
+    return value
+
+
+def _short(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 4300:
+        raise ProtocolError("A whole number is too long.")
+    return value

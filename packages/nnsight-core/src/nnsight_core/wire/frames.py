@@ -1,0 +1,208 @@
+"""Frames: one message as bytes, a JSON header and raw buffers.
+
+    4 bytes  magic "NNSF"
+    1 byte   major version of the protocol
+    1 byte   flags: 1 = the body is one zstd frame
+    2 bytes  zero
+    4 bytes  length of the header, little endian
+    8 bytes  length of the body as it follows, little endian
+    header   UTF-8 JSON object; `buffers` holds the length of each buffer
+    body     the buffers, each padded with zeros to a multiple of 8 bytes
+
+Frames follow one another without anything between them, so a stream of them can be cut at any byte
+and read on later.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from nnsight_core.errors import ProtocolError
+
+VERSION = 1
+"""Major version of the protocol that this code speaks; another one is refused."""
+MEDIA_TYPE = "application/vnd.nnsight.frames"
+
+_MAGIC = b"NNSF"
+_PREFIX = struct.Struct("<4sBBHIQ")
+_ZSTD = 1
+_WORTH_COMPRESSING = 1 << 16
+_MAX_HEADER = 1 << 28
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(slots=True)
+class Frame:
+    """A message: its header, and the buffers that the header speaks of by index."""
+
+    header: dict[str, Any]
+    buffers: list[Buffer] = field(default_factory=list)
+
+    def parts(self, compress: bool = False) -> list[Buffer]:
+        """The frame as pieces that follow one another; buffers are not copied."""
+        lengths = [memoryview(b).nbytes for b in self.buffers]
+        header = orjson.dumps({**self.header, "buffers": lengths})
+        body: list[Buffer] = []
+        for buffer, length in zip(self.buffers, lengths, strict=True):
+            body.append(buffer)
+            if length % 8:
+                body.append(bytes(8 - length % 8))
+        size = sum(memoryview(b).nbytes for b in body)
+        flags = 0
+        if compress and size >= _WORTH_COMPRESSING:
+            packed = _compressor().compress(b"".join(body))
+            if len(packed) < 0.9 * size:
+                body, size, flags = [packed], len(packed), _ZSTD
+        prefix = _PREFIX.pack(_MAGIC, VERSION, flags, 0, len(header), size)
+        return [prefix + header, *body]
+
+    def to_bytes(self, compress: bool = False) -> bytes:
+        """The frame as one piece."""
+        return b"".join(self.parts(compress))
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames.
+
+    Args:
+        limit: the most bytes that one frame may have, unpacked; None for no limit.
+
+    Example:
+        >>> reader = FrameReader()
+        >>> for chunk in response.iter_bytes():
+        ...     for frame in reader.feed(chunk):
+        ...         handle(frame)
+        >>> reader.end()
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._pending = bytearray()
+
+    def feed(self, chunk: Buffer) -> Iterator[Frame]:
+        """The frames that are complete with this chunk.
+
+        Raises:
+            ProtocolError: the bytes are no frame, of another version, or beyond the limit.
+        """
+        self._pending += chunk
+        while True:
+            taken = self._next()
+            if taken is None:
+                return
+            yield taken
+
+    def end(self) -> None:
+        """Say that the stream is over.
+
+        Raises:
+            ProtocolError: it broke off inside a frame.
+        """
+        if self._pending:
+            raise ProtocolError(
+                f"The stream broke off inside a frame, after {len(self._pending)} bytes of it."
+            )
+
+    def _next(self) -> Frame | None:
+        pending = self._pending
+        if len(pending) < _PREFIX.size:
+            if not _MAGIC.startswith(bytes(pending[:4])):
+                raise ProtocolError(_no_frame(pending))
+            return None
+        magic, version, flags, zero, header_size, body_size = _PREFIX.unpack_from(pending)
+        if magic != _MAGIC:
+            raise ProtocolError(_no_frame(pending))
+        if version != VERSION:
+            raise ProtocolError(
+                f"The peer speaks version {version} of the protocol; this side knows {VERSION}. "
+                "Install the same release of nnsight on both sides."
+            )
+        if zero or flags & ~_ZSTD or header_size > _MAX_HEADER:
+            raise ProtocolError(_no_frame(pending))
+        size = _PREFIX.size + header_size + body_size
+        if self._limit is not None and size > self._limit:
+            raise ProtocolError(f"A frame of {size} bytes is beyond the limit of {self._limit}.")
+        if len(pending) < size:
+            return None
+        start = _PREFIX.size + header_size
+        header, body = bytes(pending[_PREFIX.size : start]), bytes(pending[start:size])
+        del pending[:size]
+        return _frame(header, body, bool(flags & _ZSTD), self._limit)
+
+
+def read_frame(data: Buffer, limit: int | None = None) -> Frame:
+    """The one frame that some bytes are.
+
+    Raises:
+        ProtocolError: they are not exactly one frame of this version.
+    """
+    reader = FrameReader(limit)
+    frames = list(reader.feed(data))
+    reader.end()
+    if len(frames) != 1:
+        raise ProtocolError(f"{len(frames)} frames came where one was expected.")
+    return frames[0]
+
+
+def join(frames: Iterable[Frame]) -> bytes:
+    """Several frames as one piece."""
+    return b"".join(frame.to_bytes() for frame in frames)
+
+
+def _frame(header: bytes, body: bytes, packed: bool, limit: int | None) -> Frame:
+    try:
+        fields = orjson.loads(header)
+    except orjson.JSONDecodeError as error:
+        raise ProtocolError(f"The header of a frame is not JSON: {error}.") from None
+    lengths = fields.pop("buffers", None) if isinstance(fields, dict) else None
+    if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
+        raise ProtocolError("The header of a frame does not list its buffers.")
+    expected = sum(n + -n % 8 for n in lengths)
+    if packed:
+        if limit is not None and expected > limit:
+            raise ProtocolError(f"A frame of {expected} bytes is beyond the limit of {limit}.")
+        body = _unpack(body, expected)
+    if expected != len(body):
+        raise ProtocolError(
+            f"The buffers of a frame have {len(body)} bytes where its header says {expected}."
+        )
+    buffers: list[Buffer] = []
+    start = 0
+    view = memoryview(body)
+    for length in lengths:
+        buffers.append(view[start : start + length])
+        start += length + -length % 8
+    return Frame(fields, buffers)
+
+
+def _compressor() -> Any:
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=1)
+
+
+def _unpack(body: bytes, expected: int) -> bytes:
+    import zstandard
+
+    try:
+        size = zstandard.frame_content_size(body)
+        if size != expected:
+            raise ProtocolError(
+                f"A packed body says {size} bytes where its header says {expected}."
+            )
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=expected)
+    except zstandard.ZstdError as error:
+        raise ProtocolError(f"A packed body cannot be unpacked: {error}.") from None
+
+
+def _no_frame(pending: bytearray) -> str:
+    return (
+        f"These bytes are no frame of the nnsight protocol (they begin with "
+        f"{bytes(pending[:16])!r}): is the peer an nnsight server?"
+    )

@@ -1,0 +1,190 @@
+"""What is said: the messages of the protocol, as the headers of frames.
+
+A client sends one `TraceMessage` (invokes, and the blocks they run); back comes a stream of
+`PrintedMessage`, `EndedMessage` and `FinishedMessage` as things happen, and `DoneMessage` last, so
+that a stream that broke off is never taken for a whole one. Inside the engine, each request carries
+a `BlockMessage`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nnsight_core.errors import ProtocolError
+from nnsight_core.outputs import RequestOutput
+from nnsight_core.wire.errors import ErrorRecord
+from nnsight_core.wire.frames import Buffer, Frame
+
+
+class Message(BaseModel):
+    """The header of a frame."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def frame(self, buffers: list[Buffer] | None = None) -> Frame:
+        """The frame that carries this message."""
+        return Frame(self.model_dump(mode="json"), buffers or [])
+
+
+class BlockData(BaseModel):
+    """A block: its code, and what its names hold as typed values.
+
+    Attributes:
+        targets: the names that `as` binds to the tracer.
+        call: whether the code calls the function that its names hold (a trace with `fn=`).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    source: str
+    filename: str
+    line: int
+    function: str
+    names: dict[str, Any]
+    targets: list[str] = Field(default_factory=list)
+    call: bool = False
+
+
+class InvokeData(BaseModel):
+    """One prompt: itself and its sampling arguments as typed values, and its block's index."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: Any
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    block: int | None = None
+
+
+class TraceMessage(Message):
+    """A client asks for invokes to be run together."""
+
+    kind: Literal["trace"] = "trace"
+    invokes: list[InvokeData]
+    blocks: list[BlockData] = Field(default_factory=list)
+    blobs: dict[str, int] = Field(default_factory=dict)
+    """The large tensors' buffers, by content."""
+
+
+class BlockMessage(Message):
+    """What one request of the engine carries.
+
+    Attributes:
+        key: names the invoke; what comes back says it again.
+        sequences: how many sequences the request fans out into.
+    """
+
+    kind: Literal["block"] = "block"
+    key: str
+    sequences: int = 1
+    block: BlockData
+
+
+class WarningData(BaseModel):
+    """A warning of a block."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    module: str
+    name: str
+    message: str
+    filename: str
+    line: int
+
+    def category(self) -> type[Warning]:
+        """Its class here; `UserWarning` if this process does not have it."""
+        import sys
+
+        found: Any = sys.modules.get(self.module)
+        found = getattr(found, self.name, None)
+        known = isinstance(found, type) and issubclass(found, Warning)
+        return found if known else UserWarning
+
+
+class PrintedMessage(Message):
+    """A block printed something."""
+
+    kind: Literal["printed"] = "printed"
+    key: str
+    sequence: int = 0
+    text: str
+
+
+class EndedMessage(Message):
+    """A block has ended, or (`waits`) waits for the finished output.
+
+    Attributes:
+        saves: what it saved, by name, as typed values.
+    """
+
+    kind: Literal["ended"] = "ended"
+    key: str
+    sequence: int = 0
+    saves: dict[str, Any] = Field(default_factory=dict)
+    error: ErrorRecord | None = None
+    warnings: list[WarningData] = Field(default_factory=list)
+    waits: bool = False
+
+
+class FinishedMessage(Message):
+    """A request is over."""
+
+    kind: Literal["finished"] = "finished"
+    key: str
+    output: RequestOutput | None = None
+    error: ErrorRecord | None = None
+
+
+class DoneMessage(Message):
+    """Everything has been said."""
+
+    kind: Literal["done"] = "done"
+
+
+_M = TypeVar("_M", bound=Message)
+_KINDS: dict[str, type[Message]] = {
+    cls.model_fields["kind"].default: cls
+    for cls in (
+        TraceMessage,
+        BlockMessage,
+        PrintedMessage,
+        EndedMessage,
+        FinishedMessage,
+        DoneMessage,
+    )
+}
+
+
+def read_message(frame: Frame) -> Message:
+    """The message that a frame carries.
+
+    Raises:
+        ProtocolError: it is none of this version.
+    """
+    cls = _KINDS.get(str(frame.header.get("kind")))
+    if cls is None:
+        raise ProtocolError(f"A message of kind {str(frame.header.get('kind'))[:40]!r} is unknown.")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return cls.model_validate(frame.header)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"][:4])
+        raise ProtocolError(
+            f"A {cls.__name__} is not well formed: {place}: {first['msg']}."
+        ) from None
+
+
+def expect(frame: Frame, cls: type[_M]) -> _M:
+    """The message of a frame, which must be of one kind.
+
+    Raises:
+        ProtocolError: it is of another.
+    """
+    message = read_message(frame)
+    if not isinstance(message, cls):
+        raise ProtocolError(f"A {type(message).__name__} came where a {cls.__name__} belongs.")
+    return message
