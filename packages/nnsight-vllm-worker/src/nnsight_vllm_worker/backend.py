@@ -1,0 +1,77 @@
+"""The local backend: a model's traces on an engine in this process's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nnsight_core.backend import Event, Finished, Invoke
+from nnsight_core.tree import ModelTree
+from nnsight_core.wire.blocks import check_block, decode_event, encode_block, known_errors
+from nnsight_core.wire.code import CodeEncoder
+from nnsight_core.wire.frames import Buffer, Frame
+from nnsight_core.wire.messages import read_message
+from nnsight_vllm_worker.engine import SyncEngine
+from nnsight_vllm_worker.submission import Request, request_of
+
+
+class LocalBackend:
+    """Runs invokes on a sync engine. See `nnsight_core.Backend`.
+
+    Args:
+        engine: gives the engine, building it when it is first needed.
+        tokenizer: gives the model's tokenizer.
+    """
+
+    def __init__(
+        self, engine: Callable[[], SyncEngine], tokenizer: Callable[[], Any], pickle: bool = True
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._pickle = pickle
+
+    def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
+        engine = self._engine()
+        requests: list[Request] = []
+        blobs: dict[str, tuple[Buffer, str, list[int]]] = {}
+        refused: dict[int, BaseException] = {}
+        index_of: dict[str, int] = {}
+        for index, invoke in enumerate(invokes):
+            try:
+                request = self._request(engine.tree, invoke, blobs)
+            except Exception as error:
+                # With one invoke there is nothing that its error could take along.
+                if len(invokes) == 1 or isinstance(error, TypeError):
+                    raise
+                refused[index] = error
+            else:
+                index_of[request.key] = index
+                requests.append(request)
+        for index, error in refused.items():
+            yield Finished(index, None, error)
+        for key, what in engine.run(requests, blobs):
+            index = index_of[key]
+            if isinstance(what, Frame):
+                known = known_errors(invokes[index])
+                yield decode_event(read_message(what), what, index, known)
+            elif isinstance(what, BaseException):
+                yield Finished(index, None, what)
+            else:
+                yield Finished(index, what)
+
+    def describe(self) -> ModelTree:
+        return self._engine().tree
+
+    def close(self) -> None:
+        self._engine().close()
+
+    def _request(
+        self, tree: ModelTree, invoke: Invoke, blobs: dict[str, tuple[Buffer, str, list[int]]]
+    ) -> Request:
+        check_block(invoke, tree)
+        encoder = CodeEncoder(self._pickle, self._tokenizer())
+        block = encode_block(invoke, encoder)
+        blobs.update(encoder.blobs)
+        return request_of(
+            invoke.prompt, invoke.sampling, block, encoder.buffers, list(encoder.blobs)
+        )

@@ -1,0 +1,131 @@
+"""`VLLM`: a model on a vLLM engine in this process's hands."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+from nnsight_core.backend import Backend
+from nnsight_core.errors import EngineDeadError
+from nnsight_core.model import Model
+from nnsight_core.outputs import RequestOutput
+from nnsight_core.sampling import normalise
+from nnsight_core.tree import ModelTree
+from nnsight_vllm_worker.backend import LocalBackend
+from nnsight_vllm_worker.convert import output_of
+from nnsight_vllm_worker.engine import SyncEngine
+from nnsight_vllm_worker.prompts import prompt_of, sampling_of
+from nnsight_vllm_worker.settings import SETTINGS
+
+
+class VLLM(Model):
+    """A language model on vLLM, whose forward passes blocks run in.
+
+    Args:
+        repo: a model's name or folder, as vLLM takes it.
+        mode: `sync`; an engine for asyncio is to come.
+        dispatch: build the engine now; otherwise the first trace or generation does.
+        **engine_args: whatever `vllm.LLM` takes. What we force or default is in
+            `engine_settings()`.
+
+    Raises:
+        EngineError: the engine cannot be built; the message holds the root cause.
+        ValueError: an unknown mode, or a setting that cannot be had.
+
+    Example:
+        >>> model = VLLM("openai-community/gpt2", dispatch=True)
+        >>> with model.trace("The Eiffel Tower is in the city of", temperature=0.0, max_tokens=1):
+        ...     hidden = model.transformer.h[6].output.save()
+        ...     logits = model.logits.save()
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        dispatch: bool = False,
+        **engine_args: Any,
+    ) -> None:
+        if mode not in ("sync", "async"):
+            raise ValueError(f"mode={mode!r}: it is 'sync' or 'async'.")
+        if mode == "async":
+            raise ValueError("mode='async' is not there yet; use the default, 'sync'.")
+        super().__init__(backend=LocalBackend(self._dispatched, lambda: self.tokenizer))
+        self._repo = repo
+        self._arguments = engine_args
+        self._engine: SyncEngine | None = None
+        self._closed = False
+        if dispatch:
+            self._dispatched()
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the engine has been built."""
+        return self._engine is not None
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (transformers)."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._arguments.get("tokenizer") or self._repo)
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's own `LLM`, for what this class does not offer."""
+        return self._dispatched().llm
+
+    @property
+    def tree(self) -> ModelTree:
+        """The module tree as data: classes, dtypes and symbolic shapes of every location."""
+        if self._engine is None:
+            return self._undispatched_tree()
+        return self._engine.tree
+
+    def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
+        """Plain generation by vLLM, for one prompt or a list of them.
+
+        Example:
+            >>> model.generate(["Hello", "Bye"], max_tokens=5)[0].outputs[0].text
+        """
+        several = isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts)
+        given = [prompt_of(p) for p in (prompts if several else [prompts])]
+        named = normalise(sampling)
+        lora = named.pop("lora_request", None)
+        params = sampling_of(named)
+        engine = self._dispatched()
+        return [
+            output_of(o)
+            for o in engine.llm.generate(given, params, use_tqdm=len(given) > 1, lora_request=lora)
+        ]
+
+    def engine_settings(self) -> str:
+        """What is forced or defaulted on vLLM's engine, each with its reason, as a table."""
+        rows = [(s.name, str(s.value), "forced" if s.forced else "default", s.reason) for s in SETTINGS]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
+            for row in rows
+        )
+
+    def close(self) -> None:
+        """End the engine and its processes."""
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def _dispatched(self) -> SyncEngine:
+        if self._closed:
+            raise EngineDeadError("This model was closed; build it anew to go on.")
+        if self._engine is None:
+            self._engine = SyncEngine(self._repo, self._arguments)
+            self._places.tree = self._engine.tree
+        return self._engine
+
+    def _backend_for(self, arguments: dict[str, Any]) -> Backend:
+        assert self._backend is not None
+        return self._backend
+
+    def _undispatched_tree(self) -> ModelTree:
+        return self._dispatched().tree

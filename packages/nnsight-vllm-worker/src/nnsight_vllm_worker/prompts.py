@@ -1,0 +1,81 @@
+"""Prompts and sampling arguments, in vLLM's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nnsight_core.sampling import SamplingNames, normalise
+
+_OURS = frozenset(("extra_args", "output_kind", "skip_clone", "skip_reading_prefix_cache"))
+
+
+def prompt_of(prompt: Any) -> Any:
+    """One prompt as vLLM takes it.
+
+    Args:
+        prompt: a text, token ids, a tokenizer's output (rows of 0 in its attention mask are left
+            out), or a prompt dict of vLLM's.
+
+    Raises:
+        ValueError: it is empty, or more than one prompt.
+        TypeError: it is none of these.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("Empty prompt: a prompt needs at least one token.")
+        return prompt
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        return {"prompt_token_ids": _ids(prompt["input_ids"], prompt.get("attention_mask"))}
+    if isinstance(prompt, Mapping):
+        if any(key in prompt for key in ("multi_modal_data", "encoder_prompt")):
+            raise ValueError("Multimodal prompts cannot be traced yet; give text or token ids.")
+        return dict(prompt)
+    if isinstance(prompt, torch.Tensor) or (
+        isinstance(prompt, list | tuple) and all(isinstance(i, int) for i in prompt)
+    ):
+        return {"prompt_token_ids": _ids(prompt, None)}
+    if isinstance(prompt, list | tuple):
+        raise ValueError(
+            f"One prompt is needed, not {len(prompt)}: open one invoke per prompt "
+            "(`with tracer.invoke(prompt):`)."
+        )
+    raise TypeError(
+        f"A {type(prompt).__name__} is no prompt: give a text, token ids, a tokenizer's output or "
+        "a prompt dict."
+    )
+
+
+def sampling_of(arguments: Mapping[str, Any]) -> Any:
+    """`SamplingParams` of some arguments, checked and normalised by vLLM.
+
+    Raises:
+        TypeError: an unknown argument, with the nearest name.
+        ValueError: a value that vLLM refuses.
+    """
+    from vllm import SamplingParams
+
+    names = [
+        name
+        for name in SamplingParams.__struct_fields__
+        if not name.startswith("_") and name not in _OURS - {"extra_args"}
+    ]
+    named = normalise(arguments)
+    SamplingNames(names).check(named)
+    return SamplingParams(**named)
+
+
+def _ids(ids: Any, mask: Any) -> list[int]:
+    rows = torch.as_tensor(ids)
+    if rows.dim() > 1 and rows.shape[0] != 1 and rows.numel():
+        raise ValueError(
+            f"One prompt is needed, not {rows.shape[0]} rows: open one invoke per prompt."
+        )
+    flat = rows.reshape(-1)
+    if mask is not None:
+        flat = flat[torch.as_tensor(mask).reshape(-1).bool()]
+    if not flat.numel():
+        raise ValueError("Empty prompt: a prompt needs at least one token.")
+    return [int(i) for i in flat]

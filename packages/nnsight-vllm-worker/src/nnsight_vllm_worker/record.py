@@ -1,0 +1,99 @@
+"""Recording: what every location holds, seen by running the model at two sizes.
+
+A dimension that follows the number of tokens from one run to the other is the token axis; one that
+stays is a width. No requests are in the engine while this runs, and no KV cache is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nnsight_core.interleaver import Interleaver
+from nnsight_core.locations import Location
+from nnsight_core.tree import REQUESTS, TOKENS, Dim, ModelTree, TensorInfo
+from nnsight_core.values import dtype_name, tensors
+from nnsight_core.watch import Watch, recording
+
+SIZES = ((11, 2), (17, 3))
+"""Tokens and requests of the two runs: no two of these numbers, nor their ratios, coincide."""
+
+Shapes = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+class Record:
+    """What was seen at each location.
+
+    Attributes:
+        seen: the tensors of each location, with symbolic shapes.
+        repeated: the locations that one forward pass reaches more than once.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[Location, tuple[TensorInfo, ...]] = {}
+        self.repeated: set[Location] = set()
+
+    def tree(self, tree: ModelTree, watch: Watch) -> ModelTree:
+        """The tree with what was seen in it."""
+        modules = {}
+        for path, info in tree.modules.items():
+            at = info.same_as or path
+            output = watch.places.location(at, "output")
+            entry = watch.places.location(at, "input")
+            modules[path] = info.model_copy(
+                update={
+                    "repeats": output in self.repeated,
+                    "output": self.seen.get(output),
+                    "input": self.seen.get(entry),
+                }
+            )
+        return tree.model_copy(update={"modules": modules})
+
+
+def record(
+    interleaver: Interleaver, forward: Callable[[int, int], None], sizes: Any = SIZES
+) -> Record:
+    """Run the model at two sizes and compare.
+
+    Args:
+        forward: runs it on so many tokens, and the logits of so many requests.
+    """
+    runs: list[dict[Location, Shapes]] = []
+    found = Record()
+    for tokens, requests in sizes:
+        shapes: dict[Location, Shapes] = {}
+
+        def note(location: Location, value: Any, shapes: dict[Location, Shapes] = shapes) -> None:
+            if location in shapes:
+                found.repeated.add(location)
+            shapes[location] = tuple(
+                (at, dtype_name(t.dtype), tuple(t.shape)) for at, t in tensors(value)
+            )
+
+        with recording(interleaver, note):
+            forward(tokens, requests)
+        runs.append(shapes)
+    first, second = runs
+    for location in first.keys() & second.keys():
+        found.seen[location] = _compare(first[location], second[location], sizes)
+    return found
+
+
+def _compare(first: Shapes, second: Shapes, sizes: Any) -> tuple[TensorInfo, ...]:
+    infos = []
+    for index, (at, dtype, shape) in enumerate(first):
+        other = second[index][2] if index < len(second) else ()
+        dims: tuple[Dim, ...] = ("?",) * len(shape)
+        if len(other) == len(shape):
+            dims = tuple(_dim(pair, sizes) for pair in zip(shape, other, strict=True))
+        infos.append(TensorInfo(at=at, dtype=dtype, shape=dims))
+    return tuple(infos)
+
+
+def _dim(pair: tuple[int, int], sizes: Any) -> Dim:
+    if pair[0] == pair[1]:
+        return pair[0]
+    (tokens, requests), (more_tokens, more_requests) = sizes
+    if pair == (tokens, more_tokens):
+        return TOKENS
+    return REQUESTS if pair == (requests, more_requests) else "?"

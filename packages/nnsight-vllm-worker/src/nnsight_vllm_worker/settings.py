@@ -1,0 +1,93 @@
+"""What we force or default on vLLM's engine, each with its reason.
+
+Everything else is vLLM's own default. The table in the docs and `engine_settings()` are made from
+this list.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+EXTENSION = "nnsight_vllm_worker.worker.WorkerExtension"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One engine argument (or environment variable) that is not left to vLLM.
+
+    Attributes:
+        forced: whether another value is refused; otherwise the caller's wins.
+    """
+
+    name: str
+    value: Any
+    forced: bool
+    reason: str
+    environment: bool = False
+
+
+SETTINGS = (
+    Setting(
+        "enforce_eager",
+        True,
+        True,
+        "every location is reached by running the model's own Python; compiled steps come later",
+    ),
+    Setting(
+        "enable_chunked_prefill",
+        False,
+        True,
+        "a block sees its whole prompt in one step",
+    ),
+    Setting(
+        "worker_extension_cls",
+        EXTENSION,
+        True,
+        "brings blocks into vLLM's workers",
+    ),
+    Setting(
+        "VLLM_USE_V2_MODEL_RUNNER",
+        "0",
+        True,
+        "blocks are wired to vLLM's V1 model runner",
+        environment=True,
+    ),
+)
+
+
+def apply(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments with ours among them.
+
+    Raises:
+        ValueError: the caller asks for another value of a forced setting.
+    """
+    chosen = dict(arguments)
+    for setting in SETTINGS:
+        if setting.environment:
+            given = os.environ.get(setting.name, setting.value)
+        else:
+            given = chosen.setdefault(setting.name, setting.value)
+        if setting.forced and given not in (setting.value, None):
+            raise ValueError(
+                f"{setting.name}={given!r} cannot be had: it is {setting.value!r} here, because "
+                f"{setting.reason}."
+            )
+        if setting.environment:
+            os.environ[setting.name] = setting.value
+        else:
+            chosen[setting.name] = setting.value if setting.forced else given
+    for refused, reason in REFUSED.items():
+        value = chosen.get(refused)
+        if value not in (None, 1, False):
+            raise ValueError(f"{refused}={value!r} cannot be had yet: {reason}.")
+    return chosen
+
+
+REFUSED = {
+    "speculative_config": "a block cannot yet see steps that verify several tokens at once",
+    "pipeline_parallel_size": "a block cannot yet reach locations of several stages",
+    "tensor_parallel_size": "values of several ranks are not yet put together for a block",
+    "data_parallel_size": "values of several replicas are not yet told apart",
+}

@@ -1,0 +1,48 @@
+"""How a port checks what it relies on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nnsight_core.errors import EngineError
+
+
+def check_methods(owner: Any, methods: Mapping[str, Iterable[str]]) -> None:
+    """Refuse an object whose methods are not those that a port was written for.
+
+    Args:
+        methods: names of methods, each with the parameters that it must have.
+
+    Raises:
+        EngineError: one is missing, or has other parameters.
+    """
+    for name, wanted in methods.items():
+        method = getattr(owner, name, None)
+        if not callable(method):
+            raise EngineError(_lacks(owner, f"the method `{name}`"))
+        known = inspect.signature(method).parameters
+        missing = [p for p in wanted if p not in known]
+        if missing:
+            raise EngineError(_lacks(owner, f"the parameter `{missing[0]}` of `{name}`"))
+
+
+def check_attributes(owner: Any, names: Iterable[str]) -> None:
+    """Refuse an object that lacks attributes which a port reads.
+
+    Raises:
+        EngineError: one is missing.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise EngineError(_lacks(owner, f"the attribute `{name}`"))
+
+
+def _lacks(owner: Any, what: str) -> str:
+    import vllm
+
+    return (
+        f"vLLM {vllm.__version__}'s {type(owner).__name__} lacks {what}, on which nnsight relies. "
+        "Versions 0.26.0 and 0.27.1 are known to work."
+    )

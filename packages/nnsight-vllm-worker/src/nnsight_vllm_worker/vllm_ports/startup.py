@@ -1,0 +1,125 @@
+"""Starting an engine: its version, its processes, and why it did not start.
+
+Relies on (vLLM 0.26.0 and 0.27.1):
+- the engine's process logs what kept it from starting, with the exception, at level ERROR to a
+  logger below `vllm`; the parent only learns that it failed.
+- workers import the extension class before they load the model.
+- `LLM.llm_engine` has `add_request`, `step` and `abort_request`, whose ids are those given;
+  `engine_core.shutdown()` ends its processes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nnsight_core.errors import EngineError, NNsightError
+
+CAUSES = "NNSIGHT_START_CAUSES"
+"""Environment variable: the file into which a starting engine's processes write what failed."""
+
+
+def engine() -> str:
+    """What runs the model, for the tree: `vllm 0.27.1`."""
+    import vllm
+
+    return f"vllm {vllm.__version__}"
+
+
+def report_causes() -> None:
+    """In a process of a starting engine: write errors where the parent looks for them."""
+    path = os.environ.get(CAUSES)
+    if path is not None:
+        logging.getLogger("vllm").addHandler(_Causes(Path(path)))
+
+
+class _Causes(logging.Handler):
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.ERROR)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            line = json.dumps({"type": type(error).__name__, "message": str(error)})
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+
+
+def read_causes(path: Path) -> str | None:
+    """The first cause that a starting engine wrote, as `Type: message`."""
+    try:
+        first = path.read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    cause = json.loads(first)
+    return f"{cause['type']}: {cause['message']}"
+
+
+@contextmanager
+def root_cause() -> Iterator[None]:
+    """While an engine is being built: what fails is raised with its root cause.
+
+    Raises:
+        EngineError: the engine cannot be built.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise EngineError(
+            "This script is being imported by a process that the engine started. Put what builds "
+            'the model under `if __name__ == "__main__":`.'
+        )
+    with tempfile.TemporaryDirectory(prefix="nnsight-") as folder:
+        path = Path(folder) / "causes"
+        os.environ[CAUSES] = str(path)
+        try:
+            yield
+        except NNsightError:
+            raise
+        except Exception as error:
+            cause = read_causes(path) or f"{type(error).__name__}: {error}"
+            raise EngineError(f"The engine cannot be built. {cause}") from error
+        finally:
+            del os.environ[CAUSES]
+
+
+def build_llm(model: str, arguments: dict[str, Any]) -> Any:
+    """A `vllm.LLM`."""
+    from vllm import LLM
+
+    return LLM(model, **arguments)
+
+
+def add_request(llm: Any, key: str, request: Any) -> None:
+    """Give the sync engine a request.
+
+    Raises:
+        ValueError: vLLM refuses it (a prompt that is too long).
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    request.params.output_kind = RequestOutputKind.FINAL_ONLY
+    llm.llm_engine.add_request(key, request.prompt, request.params, lora_request=request.lora)
+
+
+def abort(llm: Any, keys: list[str]) -> None:
+    """End requests of the sync engine."""
+    llm.llm_engine.abort_request(keys)
+
+
+def dead_errors() -> tuple[type[BaseException], ...]:
+    """What vLLM raises when its engine has ended."""
+    from vllm.v1.engine.exceptions import EngineDeadError as Dead
+
+    return (Dead,)
+
+
+def shut_down(llm: Any) -> None:
+    """End a sync engine and its processes."""
+    llm.llm_engine.engine_core.shutdown()

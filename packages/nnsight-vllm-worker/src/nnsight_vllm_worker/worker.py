@@ -1,0 +1,124 @@
+"""What runs inside vLLM's worker: the extension that vLLM mixes into its own worker class.
+
+vLLM imports this module in every worker (`worker_extension_cls`) and offers the methods below over
+its own RPC, on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+from nnsight_core.interleaver import Interleaver
+from nnsight_core.node import Root
+from nnsight_core.outputs import RequestOutput
+from nnsight_core.tree import ModelTree
+from nnsight_core.watch import Watch, bare_tree
+from nnsight_vllm_worker.blobs import Store
+from nnsight_vllm_worker.channel import Sender
+from nnsight_vllm_worker.record import record
+from nnsight_vllm_worker.requests import Tracing
+from nnsight_vllm_worker.rows import RowMap
+from nnsight_vllm_worker.step import Steps
+from nnsight_vllm_worker.vllm_ports import startup
+from nnsight_vllm_worker.vllm_ports.runner_v1 import RunnerV1
+
+startup.report_causes()
+
+
+class WorkerExtension:
+    """The RPC methods of a worker. `self` is vLLM's worker."""
+
+    def nnsight_attach(self, address: str, pickle: bool) -> str:
+        """Record the model's locations and begin to trace; gives the tree as JSON."""
+        self._nnsight = Attached(self, address, pickle)  # type: ignore[attr-defined]
+        return self._nnsight.tree.model_dump_json()
+
+    def nnsight_put(self, digest: str, data: bytes, dtype: str, shape: list[int]) -> None:
+        """Keep an outside tensor on the device."""
+        self._nnsight.store.put(digest, data, dtype, shape)
+
+    def nnsight_drop(self, digests: list[str]) -> None:
+        """Let outside tensors go."""
+        self._nnsight.store.drop(digests)
+
+    def nnsight_result(self, key: str, outputs: str) -> None:
+        """Hand the finished output to the blocks that wait for it, and send what they make of it."""
+        self._nnsight.result(key, outputs)
+
+    def nnsight_forget(self, keys: list[str]) -> None:
+        """Drop blocks that wait for a finished output which will not come."""
+        for key in keys:
+            self._nnsight.tracing.forget(key)
+
+    def nnsight_counts(self) -> dict[str, int]:
+        """How many blocks are in the worker, and how many bytes of outside tensors."""
+        attached = self._nnsight
+        return {"live": attached.tracing.live, "blob_bytes": attached.store.bytes}
+
+
+class Attached:
+    """What one worker holds for tracing."""
+
+    def __init__(self, worker: Any, address: str, pickle: bool) -> None:
+        port = RunnerV1(worker.model_runner)
+        rows = RowMap()
+        interleaver = Interleaver(rows, lambda run: self.tracing.end(run))
+        config = worker.vllm_config.model_config
+        tree = bare_tree(port.model, config.served_model_name or config.model, startup.engine())
+        watch = Watch(port.model, interleaver, tree)
+        self.tree = _recorded(port, rows, interleaver, watch, tree)
+        watch.places.tree = self.tree
+        self.store = Store(port.device)
+        sender = Sender(address) if worker.rank == 0 else None
+        root = _WorkerRoot(watch.places, "", config)
+        self.tracing = Tracing(
+            root, watch, self.store, sender.send if sender else lambda _: None, pickle
+        )
+        self.steps = Steps(rows, interleaver, self.tracing)
+        port.attach(self.steps)
+
+    def result(self, key: str, outputs: str) -> None:
+        output = RequestOutput.model_validate_json(outputs)
+        for (waiting, sequence), traced in list(self.tracing.waiting.items()):
+            if waiting == key:
+                own = [o for o in output.outputs if o.index == sequence] or output.outputs
+                self.steps.result(traced.run, output.model_copy(update={"outputs": own}))
+
+
+class _WorkerRoot(Root):
+    """The root of the tree as blocks see it in a worker."""
+
+    __slots__ = ("_config", "_tokenizer")
+
+    def __init__(self, places: Any, path: str, config: Any) -> None:
+        super().__init__(places, path)
+        object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_tokenizer", None)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(self._config.tokenizer)
+            object.__setattr__(self, "_tokenizer", tokenizer)
+        return self._tokenizer
+
+
+def _recorded(
+    port: RunnerV1, rows: RowMap, interleaver: Interleaver, watch: Watch, tree: ModelTree
+) -> ModelTree:
+    """The tree with what two runs for nobody showed, operations inside forwards included."""
+    for path, info in tree.modules.items():
+        if info.same_as is None and info.operations:
+            watch.watch_source(path)
+    seen = record(interleaver, port.run_once)
+    watch.unwatch_sources()
+    for location, infos in seen.seen.items():
+        location.repeats = location in seen.repeated
+        rows.know(location, infos)
+    return seen.tree(tree, watch)
+
+
