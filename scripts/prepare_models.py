@@ -146,7 +146,7 @@ def _tiny(model_type: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = _tokenizer()
-    end = tokenizer.eos_token_id
+    end = tokenizer.get_vocab()[END]
     config = AutoConfig.for_model(
         model_type,
         vocab_size=len(tokenizer),

@@ -22,7 +22,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
-from nnsight_core.code import Code, compile_block
+from nnsight_core.code import Code, compile_block, is_lazy
 from nnsight_core.errors import CaptureError
 
 WAY_OUT = "Give the block as a function instead: `model.trace(prompt, fn=function)`."
@@ -103,7 +103,9 @@ def _search(frame: FrameType) -> tuple[Code, ast.expr | None]:
     head = text[0].encode()[: body[0].col_offset].decode()
     if head.strip():  # a body on the header's own line
         text[0] = " " * len(head) + text[0][len(head) :]
-    code = compile_block("".join(text), filename, first, frame.f_code.co_name)
+    running = frame.f_code
+    lazy = is_lazy(running.co_flags)
+    code = compile_block("".join(text), filename, first, running.co_name, lazy)
     known = _all_names(frame.f_code)
     strange = [n for n in code.names.needs if n not in known]
     if strange:

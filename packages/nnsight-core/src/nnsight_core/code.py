@@ -9,6 +9,8 @@ the block's own, and the file name and lines stay the user's, so tracebacks do.
 
 from __future__ import annotations
 
+import __future__
+
 import ast
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +38,8 @@ class Code:
     filename: str
     line: int
     function: str
+    lazy: bool
+    """Whether annotations are not evaluated (`from __future__ import annotations`)."""
     names: Names
     compiled: CodeType
     snapshots: bool
@@ -43,7 +47,9 @@ class Code:
 
 
 @lru_cache(maxsize=1024)
-def compile_block(source: str, filename: str, line: int, function: str) -> Code:
+def compile_block(
+    source: str, filename: str, line: int, function: str, lazy: bool = False
+) -> Code:
     """Compile a block's text.
 
     Raises:
@@ -67,16 +73,17 @@ def compile_block(source: str, filename: str, line: int, function: str) -> Code:
                 "the engine, not in the function around it. Save the value and use it after "
                 "the block."
             )
-    names = analyse(body)
+    names = analyse(body, lazy)
     snapshots = any(_may_change(node) for statement in body for node in ast.walk(statement))
     module = _Rewrite(names).visit(ast.Module(body=body, type_ignores=[]))
     ast.fix_missing_locations(module)
     try:
-        compiled = compile(module, filename, "exec", dont_inherit=True)
+        flags = __future__.annotations.compiler_flag if lazy else 0
+        compiled = compile(module, filename, "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         raise CaptureError(f"{filename}:{error.lineno}: {error.msg} of the block.") from error
     compiled = compiled.replace(co_name=function, co_qualname=function)
-    return Code(source, filename, line, function, names, compiled, snapshots)
+    return Code(source, filename, line, function, lazy, names, compiled, snapshots)
 
 
 _ASYNC = ast.AsyncFor | ast.AsyncWith
@@ -158,3 +165,8 @@ class _Rewrite(ast.NodeTransformer):
         if outer:
             parts.append(ast.copy_location(ast.Global(outer), node))
         return parts
+
+
+def is_lazy(flags: int) -> bool:
+    """Whether code with these `co_flags` was compiled with annotations left alone."""
+    return bool(flags & __future__.annotations.compiler_flag)

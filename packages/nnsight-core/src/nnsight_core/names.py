@@ -25,10 +25,10 @@ class Names:
     """Names that hold what a call of `save` was given or gave back."""
 
 
-def analyse(body: list[ast.stmt]) -> Names:
-    """Read the names of a block from its statements."""
+def analyse(body: list[ast.stmt], lazy: bool = False) -> Names:
+    """Read the names of a block from its statements; `lazy` leaves annotations out."""
     names = Names()
-    _Flow(names).block(body, set())
+    _Flow(names, lazy).block(body, set())
     for node in ast.walk(ast.Module(body=body, type_ignores=[])):
         _note_saves(node, names.saved)
     return names
@@ -63,8 +63,9 @@ def _note_saves(node: ast.AST, saved: dict[str, None]) -> None:
 class _Flow:
     """Walks statements in order, with the set of names that are surely bound by then."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, lazy: bool) -> None:
         self.names = names
+        self.lazy = lazy
 
     def block(self, body: Iterable[ast.stmt], bound: set[str]) -> set[str]:
         for statement in body:
@@ -125,10 +126,11 @@ class _Flow:
                 bound = self.reads(value, self.loads(target, bound))
                 return self.binds(target, bound)
             case ast.AnnAssign(target=target, annotation=annotation, value=value):
-                bound = self.reads(value, self.reads(annotation, bound))
+                bound = self.reads(value, self.reads(None if self.lazy else annotation, bound))
                 return self.binds(target, bound) if value else bound
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                for part in [*node.decorator_list, *_defaults(node.args)]:
+                hints = [] if self.lazy else _hints(node)
+                for part in [*node.decorator_list, *_defaults(node.args), *hints]:
                     bound = self.reads(part, bound)
                 self.inner(node.args, node.body, bound | {node.name})
                 return self.bind(node.name, bound)
@@ -136,7 +138,7 @@ class _Flow:
                 for part in [*node.decorator_list, *node.bases, *(k.value for k in node.keywords)]:
                     bound = self.reads(part, bound)
                 # What a class body binds is the class's own, so it is read as a scope of its own.
-                scope = _Flow(Names())
+                scope = _Flow(Names(), self.lazy)
                 scope.block(node.body, set())
                 for name, line in scope.names.needs.items():
                     self.need(name, line, bound)
@@ -200,7 +202,7 @@ class _Flow:
 
     def inner(self, args: ast.arguments, body: list[ast.stmt], bound: set[str]) -> None:
         """A nested function reads from here whatever it does not bind itself."""
-        scope = _Flow(Names())
+        scope = _Flow(Names(), self.lazy)
         scope.block(body, set())
         outward = declared_outside(body)
         own = arguments_of(args) | (scope.names.binds.keys() - outward)
@@ -260,3 +262,9 @@ def arguments_of(args: ast.arguments) -> set[str]:
 
 def _defaults(args: ast.arguments) -> list[ast.expr]:
     return [*args.defaults, *(d for d in args.kw_defaults if d is not None)]
+
+
+def _hints(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
+    args = node.args
+    plain = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+    return [h for h in [*(a.annotation for a in plain if a), node.returns] if h is not None]

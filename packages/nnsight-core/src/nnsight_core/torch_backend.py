@@ -126,6 +126,9 @@ class CausalBackend(TorchBackend):
     def __init__(self, module: nn.Module, tokenizer: Any) -> None:
         super().__init__(module)
         self.tokenizer = tokenizer
+        # transformers calls the key-value cache otherwise from release to release.
+        known = inspect.signature(module.forward).parameters
+        self._cache = "cache" if "cache" in known else "past_key_values"
 
     def view(self, run: Run, location: Location, index: int, tensor: Tensor) -> Tensor | None:
         if location.phase == Phase.FORWARD and tensor.dim() > 1 and tensor.shape[0] == 1:
@@ -151,8 +154,8 @@ class CausalBackend(TorchBackend):
                 if run is not None and step == 0:
                     self.interleaver.begin((run,))
                 ids = torch.tensor([prompt if step == 0 else made[-1:]])
-                out = self.module(input_ids=ids, past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
+                out = self.module(input_ids=ids, use_cache=True, **{self._cache: cache})
+                cache = getattr(out, self._cache)
                 self.interleaver.advance(Phase.LOGITS)
                 logits = self.interleaver.arrive(LOGITS, out.logits[0, -1:].clone())
                 self.interleaver.advance(Phase.SAMPLES)

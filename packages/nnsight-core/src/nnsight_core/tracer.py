@@ -239,13 +239,14 @@ class _Outcome:
         names = dict.fromkeys(name for e in ended for name in e.saves)
         if count == 1:
             return {name: self._late(ended[0].saves[name]) for name in names}
-        return {
-            name: [
-                self._late(self.sequences[i].saves.get(name)) if i in self.sequences else None
-                for i in range(count)
-            ]
-            for name in names
-        }
+        every = [self.sequences[i].saves if i in self.sequences else {} for i in range(count)]
+        return {name: self._of_sequences([saves.get(name) for saves in every]) for name in names}
+
+    def _of_sequences(self, values: list[Any]) -> Any:
+        # The finished output holds every sequence, so there is one of it.
+        if all(isinstance(value, LateResult) for value in values):
+            return self.output
+        return [self._late(value) for value in values]
 
     def value(self) -> Any:
         return _one_or_all([self._late(e.value) for _, e in sorted(self.sequences.items())])
@@ -280,10 +281,17 @@ def _by_name(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
 
 def _raise(errors: list[BaseException], invokes: int) -> None:
     ready = [e if isinstance(e, Exception) else _wrapped(e) for e in errors]
-    if len(ready) == 1:
-        raise ready[0]
-    if ready:
-        raise ExceptionGroup(f"{len(ready)} errors in {invokes} invokes", ready)
+    if not ready:
+        return
+    error: Exception = ready[0]
+    if len(ready) > 1:
+        error = ExceptionGroup(f"{len(ready)} errors in {invokes} invokes", ready)
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        # Python would show how the body was skipped as what led to the error.
+        error.__context__ = context
 
 
 def _wrapped(error: BaseException) -> BlockError:

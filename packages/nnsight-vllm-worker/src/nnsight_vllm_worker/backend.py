@@ -33,7 +33,7 @@ class LocalBackend:
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
         engine = self._engine()
         requests: list[Request] = []
-        blobs: dict[str, tuple[Buffer, str, list[int]]] = {}
+        blobs: dict[str, Buffer] = {}
         refused: dict[int, BaseException] = {}
         index_of: dict[str, int] = {}
         for index, invoke in enumerate(invokes):
@@ -66,7 +66,7 @@ class LocalBackend:
         self._engine().close()
 
     def _request(
-        self, tree: ModelTree, invoke: Invoke, blobs: dict[str, tuple[Buffer, str, list[int]]]
+        self, tree: ModelTree, invoke: Invoke, blobs: dict[str, Buffer]
     ) -> Request:
         check_block(invoke, tree)
         encoder = CodeEncoder(self._pickle, self._tokenizer())

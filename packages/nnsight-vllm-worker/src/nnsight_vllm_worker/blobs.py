@@ -74,15 +74,15 @@ class Store:
         self.device = device
         self._tensors: dict[str, tuple[Tensor, int]] = {}
 
-    def put(self, digest: str, data: Buffer, dtype: str, shape: list[int]) -> None:
-        """Place a tensor on the device."""
+    def put(self, digest: str, data: Buffer) -> None:
+        """Place some bytes on the device."""
         with torch.inference_mode(False):
-            tensor = tensor_of(data, dtype, shape).to(self.device)
+            tensor = tensor_of(data, "uint8", [memoryview(data).nbytes]).to(self.device)
         self._tensors[digest] = (tensor, tensor._version)
 
-    def get(self, digest: str, copy: bool) -> Tensor:
-        """A tensor for a block."""
-        tensor, _ = self._tensors[digest]
+    def get(self, digest: str, dtype: str, shape: list[int], copy: bool) -> Tensor:
+        """Some bytes as a tensor for a block."""
+        tensor = self._tensors[digest][0].view(getattr(torch, dtype)).view(shape)
         return tensor.clone() if copy else tensor
 
     def drop(self, digests: Iterable[str]) -> None:

@@ -52,7 +52,6 @@ class Sender:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
 
     def send(self, frame: Frame) -> None:
@@ -60,5 +59,5 @@ class Sender:
         self._socket.send_multipart([orjson.dumps(frame.header), *frame.buffers], copy=False)
 
     def close(self) -> None:
-        """Close the socket, giving what was sent a second to leave."""
-        self._context.destroy()
+        """Close the socket; what the receiver has not taken by then is dropped."""
+        self._context.destroy(linger=0)

@@ -6,6 +6,7 @@ makes of them what it needs.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_vllm_worker.blobs import Ledger
 from nnsight_vllm_worker.channel import Receiver
 from nnsight_vllm_worker.convert import output_of
+from nnsight_vllm_worker.progress import Progress
 from nnsight_vllm_worker.settings import apply
 from nnsight_vllm_worker.submission import Request
 from nnsight_vllm_worker.vllm_ports import startup
@@ -52,7 +54,7 @@ class SyncEngine:
         self.tree = ModelTree.model_validate_json(trees[0])
 
     def run(
-        self, requests: list[Request], blobs: dict[str, tuple[Buffer, str, list[int]]]
+        self, requests: list[Request], blobs: dict[str, Buffer]
     ) -> Iterator[tuple[str, Frame | Output]]:
         """Run requests together; frames and outputs come with the key of their request.
 
@@ -72,6 +74,8 @@ class SyncEngine:
     def close(self) -> None:
         """End the engine and its processes."""
         if not self._closed:
+            with contextlib.suppress(EngineDeadError):
+                self._rpc("nnsight_detach")
             self._closed = True
             startup.shut_down(self.llm)
             self._receiver.close()
@@ -89,6 +93,9 @@ DEAD = (
     "The engine ended while it was needed. Its own log says why; build the model anew to go on "
     "(`VLLM(..., dispatch=True)`)."
 )
+NEVER_ANSWERED = "The engine finished a request whose block never answered. " + DEAD
+PATIENCE = 60.0
+"""Seconds in which the block of a request that has finished must have answered."""
 
 
 class _Batch:
@@ -98,15 +105,13 @@ class _Batch:
         self,
         engine: SyncEngine,
         requests: list[Request],
-        blobs: dict[str, tuple[Buffer, str, list[int]]],
+        blobs: dict[str, Buffer],
     ) -> None:
         self.engine = engine
         self.requests = {r.key: r for r in requests}
         self.blobs = blobs
-        self.pending: dict[str, str] = {}
-        self.awaited = {r.key: set(range(r.sequences)) for r in requests if r.traced}
-        self.waiting: set[str] = set()
-        self.early: list[tuple[str, Frame]] = []
+        self.progress = {r.key: Progress(r) for r in requests}
+        self.pending: set[str] = set()
 
     def run(self) -> Iterator[tuple[str, Frame | Output]]:
         engine = self.engine
@@ -118,9 +123,9 @@ class _Batch:
                 outputs = self._step()
                 yield from self._frames(0.0)
                 for output in outputs:
-                    key = self.pending.pop(output.request_id, None) if output.finished else None
-                    if key is not None:
-                        yield from self._finish(key, output_of(output))
+                    if output.finished and output.request_id in self.pending:
+                        self.pending.discard(output.request_id)
+                        yield from self._finish(output_of(output))
         finally:
             self._clean(digests)
             del engine
@@ -128,8 +133,8 @@ class _Batch:
     def _put(self, digests: list[str]) -> None:
         ledger = self.engine._ledger
         for digest in ledger.missing(dict.fromkeys(digests)):
-            data, dtype, shape = self.blobs[digest]
-            self.engine._rpc("nnsight_put", digest, bytes(data), dtype, shape)
+            data = self.blobs[digest]
+            self.engine._rpc("nnsight_put", digest, bytes(data))
             ledger.put(digest, memoryview(data).nbytes)
         ledger.use(digests)
 
@@ -138,10 +143,9 @@ class _Batch:
             try:
                 startup.add_request(self.engine.llm, key, request)
             except (ValueError, TypeError) as error:
-                self.awaited.pop(key, None)
                 yield key, error
             else:
-                self.pending[key] = key
+                self.pending.add(key)
 
     def _step(self) -> list[Any]:
         try:
@@ -154,36 +158,35 @@ class _Batch:
         receiver = self.engine._receiver
         frame = receiver.take(wait)
         while frame is not None:
-            key = frame.header["key"]
-            if key in self.requests:
-                yield from self._frame(key, frame)
+            progress = self.progress.get(frame.header["key"])
+            if progress is not None:
+                said = progress.take(frame)
+                if progress.failed and progress.key in self.pending:
+                    self._drop(progress.key)
+                if said:
+                    yield progress.key, frame
             frame = receiver.take()
 
-    def _frame(self, key: str, frame: Frame) -> Iterator[tuple[str, Frame | Output]]:
-        if frame.header.get("waits"):
-            self.waiting.add(key)
-            return
-        yield key, frame
-        if frame.header["kind"] == "ended":
-            self.awaited[key].discard(frame.header["sequence"])
-            if frame.header["error"] is not None and key in self.pending:
-                startup.abort(self.engine.llm, [key])
-                del self.pending[key]
-                self.awaited[key].clear()
+    def _drop(self, key: str) -> None:
+        """A block of a request has failed: nothing of it goes on."""
+        self.pending.discard(key)
+        startup.abort(self.engine.llm, [key])
+        if self.requests[key].sequences > 1:
+            # Blocks of its other sequences may be waiting for an output that will not come.
+            self.engine._rpc("nnsight_forget", [key])
 
-    def _finish(self, key: str, output: RequestOutput) -> Iterator[tuple[str, Frame | Output]]:
+    def _finish(self, output: RequestOutput) -> Iterator[tuple[str, Frame | Output]]:
         """A request has finished; what its blocks still have to say comes first."""
-        patience = time.monotonic() + 60
-        while self.awaited.get(key) and key not in self.waiting:
+        key = output.request_id
+        progress = self.progress[key]
+        patience = time.monotonic() + PATIENCE
+        while not progress.answered:
             yield from self._frames(0.05)
             if time.monotonic() > patience:
-                raise EngineDeadError(
-                    "The engine finished a request whose block never answered. " + DEAD
-                )
-        if key in self.waiting:
-            self.waiting.discard(key)
+                raise EngineDeadError(NEVER_ANSWERED)
+        if not progress.ended:
             self.engine._rpc("nnsight_result", key, output.model_dump_json())
-            while self.awaited[key]:
+            while not progress.ended:
                 yield from self._frames(1.0)
         yield key, output
 
@@ -194,13 +197,12 @@ class _Batch:
         try:
             if self.pending:
                 startup.abort(engine.llm, list(self.pending))
-            if self.pending or self.waiting:
-                engine._rpc("nnsight_forget", [*self.pending, *self.waiting])
+            waiting = {key for key, p in self.progress.items() if p.waits and not p.ended}
+            if self.pending or waiting:
+                engine._rpc("nnsight_forget", [*(self.pending | waiting)])
             leaving = engine._ledger.release([d for d in digests if d in engine._ledger._held])
             if leaving:
                 engine._rpc("nnsight_drop", leaving)
         except EngineDeadError:
             # Nothing is left to clean up in an engine that has ended.
             return
-
-

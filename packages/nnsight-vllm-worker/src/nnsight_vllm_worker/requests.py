@@ -20,7 +20,7 @@ from nnsight_core.effects import effects_of
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
 from nnsight_core.watch import Watch
-from nnsight_core.wire.blocks import decode_run, encode_ended
+from nnsight_core.wire.blocks import code_of, decode_run, encode_ended
 from nnsight_core.wire.code import CodeDecoder
 from nnsight_core.wire.frames import Frame, read_frame
 from nnsight_core.wire.messages import (
@@ -147,15 +147,19 @@ class Tracing:
         message = PrintedMessage(key=traced.key, sequence=traced.sequence, text=text)
         self._emit(message.frame())
 
+    def close(self) -> None:
+        """Let warnings of this process go where they went before."""
+        warnings.showwarning = self._show
+
     # -- inside ----------------------------------------------------------------------------------
 
     def _run(self, message: BlockMessage, frame: Frame, traced: Traced) -> Run:
         block = message.block
-        code = compile_block(block.source, block.filename, block.line, block.function)
+        code = code_of(block)
 
-        def blob(digest: str, _dtype: str, _shape: list[int]) -> torch.Tensor:
+        def blob(digest: str, dtype: str, shape: list[int]) -> torch.Tensor:
             traced.blobs.append(digest)
-            return self._store.get(digest, code.snapshots)
+            return self._store.get(digest, dtype, shape, copy=code.snapshots)
 
         with torch.inference_mode(False):
             decoder = CodeDecoder(

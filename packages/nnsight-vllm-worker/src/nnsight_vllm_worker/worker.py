@@ -13,6 +13,7 @@ from nnsight_core.interleaver import Interleaver
 from nnsight_core.node import Root
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.tree import ModelTree
+from nnsight_core.wire.frames import Frame
 from nnsight_core.watch import Watch, bare_tree
 from nnsight_vllm_worker.blobs import Store
 from nnsight_vllm_worker.channel import Sender
@@ -34,9 +35,13 @@ class WorkerExtension:
         self._nnsight = Attached(self, address, pickle)  # type: ignore[attr-defined]
         return self._nnsight.tree.model_dump_json()
 
-    def nnsight_put(self, digest: str, data: bytes, dtype: str, shape: list[int]) -> None:
-        """Keep an outside tensor on the device."""
-        self._nnsight.store.put(digest, data, dtype, shape)
+    def nnsight_detach(self) -> None:
+        """Close the way home, before the engine ends."""
+        self._nnsight.close()
+
+    def nnsight_put(self, digest: str, data: bytes) -> None:
+        """Keep an outside tensor's bytes on the device."""
+        self._nnsight.store.put(digest, data)
 
     def nnsight_drop(self, digests: list[str]) -> None:
         """Let outside tensors go."""
@@ -70,13 +75,22 @@ class Attached:
         self.tree = _recorded(port, rows, interleaver, watch, tree)
         watch.places.tree = self.tree
         self.store = Store(port.device)
-        sender = Sender(address) if worker.rank == 0 else None
+        self._sender = Sender(address) if worker.rank == 0 else None
         root = _WorkerRoot(watch.places, "", config)
-        self.tracing = Tracing(
-            root, watch, self.store, sender.send if sender else lambda _: None, pickle
-        )
+        self.tracing = Tracing(root, watch, self.store, self._send, pickle)
         self.steps = Steps(rows, interleaver, self.tracing)
         port.attach(self.steps)
+
+    def close(self) -> None:
+        """Close the way home."""
+        self.tracing.close()
+        if self._sender is not None:
+            self._sender.close()
+
+    def _send(self, frame: Frame) -> None:
+        # Every rank runs the blocks; what they save is the same, so one rank sends it.
+        if self._sender is not None:
+            self._sender.send(frame)
 
     def result(self, key: str, outputs: str) -> None:
         output = RequestOutput.model_validate_json(outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnsight_core.backend import Ended, Finished, Invoke, Noted, Printed
-from nnsight_core.code import compile_block
+from nnsight_core.code import Code, compile_block
 from nnsight_core.effects import Effects, effects_of
 from nnsight_core.errors import EncodeError
 from nnsight_core.run import Run
@@ -51,7 +51,7 @@ def encode_block(invoke: Invoke, encoder: CodeEncoder) -> BlockData | None:
         function=code.function,
         names=names,
         targets=target_names(block.target),
-        call=call,
+        lazy=code.lazy,
     )
 
 
@@ -69,9 +69,14 @@ def check_block(invoke: Invoke, tree: ModelTree | None) -> Effects | None:
     return effects
 
 
+def code_of(data: BlockData) -> Code:
+    """The compiled code of a block that came over the wire."""
+    return compile_block(data.source, data.filename, data.line, data.function, data.lazy)
+
+
 def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str, Any]) -> Run:
     """The run of a block that came over the wire."""
-    code = compile_block(data.source, data.filename, data.line, data.function)
+    code = code_of(data)
     scope = {**extra, **{name: decoder.decode(v) for name, v in data.names.items()}}
     scope.update(dict.fromkeys(data.targets, BLOCK_TRACER))
     return Run(code, scope, key)

@@ -16,7 +16,9 @@ import functools
 import hashlib
 import importlib
 import inspect
+import io
 import linecache
+import pickle
 import site
 import sys
 import sysconfig
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnsight_core.code import compile_block
+from nnsight_core.code import compile_block, is_lazy
 from nnsight_core.errors import CaptureError, EncodeError, LocationError, PolicyError
 from nnsight_core.node import Node, Operation, Root, Source
 from nnsight_core.scope import BLOCK_TRACER
@@ -89,7 +91,7 @@ class CodeEncoder(Encoder):
         if nbytes < BLOB or tensor.layout is not torch.strided or tensor.is_meta:
             form = super().tensor(tensor)
         else:
-            digest, data = _content(tensor)
+            digest, data = content_of(tensor)
             self.blobs[digest] = data
             dtype = str(tensor.dtype).removeprefix("torch.")
             form = {"$": "tensor", "dtype": dtype, "shape": list(tensor.shape), "h": digest}
@@ -116,7 +118,7 @@ class CodeEncoder(Encoder):
             return _path(function.__module__, function.__qualname__)
         plain = inspect.unwrap(function)
         try:
-            source, line, names = _source_of(plain)
+            source, line, lazy, names = _source_of(plain)
         except CaptureError as error:
             return self._pickled(function, str(error))
         return {
@@ -125,6 +127,7 @@ class CodeEncoder(Encoder):
             "source": source,
             "filename": plain.__code__.co_filename,
             "line": line,
+            "lazy": lazy,
             "names": self._names(names),
             "module": plain.__module__,
         }
@@ -152,7 +155,7 @@ class CodeEncoder(Encoder):
         if _installed(cls.__module__) and "<locals>" not in cls.__qualname__:
             return _path(cls.__module__, cls.__qualname__)
         try:
-            source, line, names = _source_of(cls)
+            source, line, lazy, names = _source_of(cls)
         except CaptureError as error:
             return self._pickled(cls, str(error))
         # A method that speaks of its own class finds it in the scope where the class is made.
@@ -164,6 +167,7 @@ class CodeEncoder(Encoder):
             "source": source,
             "filename": inspect.getsourcefile(cls) or "<unknown>",
             "line": line,
+            "lazy": lazy,
             "names": self._names(names),
             "module": cls.__module__,
         }
@@ -189,18 +193,36 @@ class CodeEncoder(Encoder):
             error = EncodeError(f"{error.args[0]} ({why})")
         if not self._pickle:
             raise error
-        import cloudpickle
+        import cloudpickle  # type: ignore[import-untyped]
 
+        encoder = self
+
+        class Pickler(cloudpickle.Pickler):
+            """Names nodes, tracers and the tokenizer instead of pickling them."""
+
+            def persistent_id(self, obj: Any) -> Json:
+                for kinds, method in _NAMED:
+                    if isinstance(obj, kinds):
+                        return method(encoder, obj)
+                known = obj is encoder._tokenizer and obj is not None
+                return {"$": "tokenizer"} if known else None
+
+        pickled = io.BytesIO()
         try:
-            return {"$": "pickle", "b": self.buffer(cloudpickle.dumps(value))}
+            Pickler(pickled).dump(value)
         except Exception as cause:
             raise error from cause
+        return {"$": "pickle", "b": self.buffer(pickled.getvalue())}
 
 
-_FORMS: list[tuple[Any, Callable[[CodeEncoder, Any], dict[str, Json]]]] = [
+_Forms = list[tuple[Any, Callable[[CodeEncoder, Any], dict[str, Json]]]]
+_NAMED: _Forms = [
     (Node, CodeEncoder._node),
     (Source | Operation, CodeEncoder._place),
     (Tracer | InvokeContext | BlockTracer, CodeEncoder._tracer),
+]
+_FORMS: _Forms = [
+    *_NAMED,
     (ModuleType, CodeEncoder._pymodule),
     (nn.Module, CodeEncoder._nn),
     (type, CodeEncoder._class),
@@ -282,7 +304,8 @@ class CodeDecoder(Decoder):
         return cls
 
     def _run_source(self, form: dict[str, Json], name: str) -> Any:
-        code = compile_block(form["source"], form["filename"], form["line"], "<module>")
+        place = (form["filename"], form["line"], "<module>", form["lazy"])
+        code = compile_block(form["source"], *place)
         scope: dict[str, Any] = {**self._extra, "__name__": form["module"]}
         late = _Late(scope, name)
         # A function may name itself, or one that names it, before it exists.
@@ -317,9 +340,9 @@ class CodeDecoder(Decoder):
     def _unpickle(self, form: dict[str, Json]) -> Any:
         if not self._pickle:
             raise PolicyError("A pickled value came, which this server does not take.")
-        import cloudpickle
-
-        return cloudpickle.loads(bytes(self._buffer(form)))
+        unpickler = pickle.Unpickler(io.BytesIO(self._buffer(form)))
+        unpickler.persistent_load = self.decode  # type: ignore[method-assign]
+        return unpickler.load()
 
 
 _RESULT = "__nnsight_lambda__"
@@ -336,26 +359,27 @@ class _Late:
         return self._scope[self._name](*args, **kwargs)
 
 
-def _source_of(thing: FunctionType | type) -> tuple[str, int, dict[str, Any]]:
-    """A function's or class's source as a block, its first line, and the values it needs."""
+def _source_of(thing: FunctionType | type) -> tuple[str, int, bool, dict[str, Any]]:
+    """A function's or class's source as a block, its first line, whether it leaves annotations
+    alone, and the values that it needs."""
     try:
         lines, line = inspect.getsourcelines(thing)
     except (OSError, TypeError):
         raise CaptureError("its source cannot be had") from None
     filename = inspect.getsourcefile(thing) or "<unknown>"
-    text = textwrap.indent(textwrap.dedent("".join(lines)), "    ", lambda _: True)
     if isinstance(thing, FunctionType) and thing.__name__ == "<lambda>":
         text = f"    {_RESULT} = {_lambda_text(thing)}\n"
-    code = compile_block(text, filename, line, "<module>")
-    known: dict[str, Any] = dict(vars(sys.modules.get(thing.__module__, builtins)))
-    if isinstance(thing, FunctionType):
-        known = {**thing.__globals__, **_cells(thing)}
     else:
-        for part in vars(thing).values():
-            if isinstance(part, FunctionType):
-                known = {**known, **part.__globals__, **_cells(part)}
+        text = textwrap.indent(textwrap.dedent("".join(lines)), "    ")
+    inner = [thing] if isinstance(thing, FunctionType) else list(vars(thing).values())
+    functions = [f for f in inner if isinstance(f, FunctionType)]
+    lazy = any(is_lazy(f.__code__.co_flags) for f in functions)
+    code = compile_block(text, filename, line, "<module>", lazy)
+    known: dict[str, Any] = dict(vars(sys.modules.get(thing.__module__, builtins)))
+    for function in functions:
+        known |= {**function.__globals__, **_cells(function)}
     names = {name: known[name] for name in code.names.needs if name in known}
-    return text, line, names
+    return text, line, lazy, names
 
 
 def _cells(function: FunctionType) -> dict[str, Any]:
@@ -386,18 +410,22 @@ def _lambda_text(function: FunctionType) -> str:
 _CONTENTS: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
 
 
-def _content(tensor: Tensor) -> tuple[str, memoryview]:
-    """A tensor's content as a digest, kept while the tensor lives unchanged, and its bytes."""
+def content_of(tensor: Tensor) -> tuple[str, memoryview]:
+    """The digest of a tensor's bytes, kept while the tensor lives unchanged, and the bytes."""
     data = tensor_bytes(tensor)
-    known = _CONTENTS.get(id(tensor))
-    version = -1 if tensor.is_inference() else tensor._version
-    if known is not None and known[0]() is tensor and known[1] == version and version >= 0:
-        return known[2], data
-    meta = f"{tensor.dtype}{list(tensor.shape)}".encode()
-    digest = hashlib.blake2b(data, digest_size=20, key=meta[:64]).hexdigest()
     key = id(tensor)
+    known = _CONTENTS.get(key)
+    version = -1 if tensor.is_inference() else tensor._version
+    if known is not None and known[0]() is tensor and known[1] == version >= 0:
+        return known[2], data
+    digest = digest_of(data)
     _CONTENTS[key] = (weakref.ref(tensor, lambda _: _CONTENTS.pop(key, None)), version, digest)
     return digest, data
+
+
+def digest_of(data: Buffer) -> str:
+    """The name of some content: BLAKE2b of 20 bytes, as hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
 
 
 def _path(module: str, name: str) -> dict[str, Json]:

@@ -7,6 +7,7 @@ that it reads like one of this process.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import linecache
 import sys
@@ -137,8 +138,16 @@ def _traceback(frames: Iterable[FrameRecord]) -> TracebackType | None:
 
 
 def _raised_at(record: FrameRecord) -> TracebackType | None:
+    text = linecache.getline(record.filename, record.line).rstrip()
     line = max(record.line, 1)
-    module = compile("\n" * (line - 1) + "raise _", record.filename, "exec")
+    raising = ast.Raise(ast.Name("_", ast.Load()), None)
+    for node in ast.walk(raising):
+        # The whole line, so that a traceback underlines no part of it.
+        if isinstance(node, ast.Raise | ast.Name):
+            node.lineno = node.end_lineno = line
+            node.col_offset = len(text) - len(text.lstrip())
+            node.end_col_offset = len(text)
+    module = compile(ast.Module([raising], []), record.filename, "exec")
     code: CodeType = module.replace(co_name=record.function, co_qualname=record.function)
     try:
         exec(code, {"_": _Marker()})

@@ -67,6 +67,10 @@ class Frame:
         return b"".join(self.parts(compress))
 
 
+class FrameTooLarge(ProtocolError):
+    """A frame is beyond the reader's limit."""
+
+
 class FrameReader:
     """Cuts a stream of bytes into frames.
 
@@ -89,7 +93,8 @@ class FrameReader:
         """The frames that are complete with this chunk.
 
         Raises:
-            ProtocolError: the bytes are no frame, of another version, or beyond the limit.
+            ProtocolError: the bytes are no frame, or one of another version.
+            FrameTooLarge: a frame is beyond the limit.
         """
         self._pending += chunk
         while True:
@@ -127,7 +132,7 @@ class FrameReader:
             raise ProtocolError(_no_frame(pending))
         size = _PREFIX.size + header_size + body_size
         if self._limit is not None and size > self._limit:
-            raise ProtocolError(f"A frame of {size} bytes is beyond the limit of {self._limit}.")
+            raise FrameTooLarge(f"A frame of {size} bytes is beyond the limit of {self._limit}.")
         if len(pending) < size:
             return None
         start = _PREFIX.size + header_size
@@ -166,7 +171,7 @@ def _frame(header: bytes, body: bytes, packed: bool, limit: int | None) -> Frame
     expected = sum(n + -n % 8 for n in lengths)
     if packed:
         if limit is not None and expected > limit:
-            raise ProtocolError(f"A frame of {expected} bytes is beyond the limit of {limit}.")
+            raise FrameTooLarge(f"A frame of {expected} bytes is beyond the limit of {limit}.")
         body = _unpack(body, expected)
     if expected != len(body):
         raise ProtocolError(

@@ -34,7 +34,7 @@ class BlockData(BaseModel):
 
     Attributes:
         targets: the names that `as` binds to the tracer.
-        call: whether the code calls the function that its names hold (a trace with `fn=`).
+        lazy: whether annotations in it are not evaluated.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -45,7 +45,7 @@ class BlockData(BaseModel):
     function: str
     names: dict[str, Any]
     targets: list[str] = Field(default_factory=list)
-    call: bool = False
+    lazy: bool = False
 
 
 class InvokeData(BaseModel):

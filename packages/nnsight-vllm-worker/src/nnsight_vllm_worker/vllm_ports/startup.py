@@ -6,6 +6,7 @@ Relies on (vLLM 0.26.0 and 0.27.1):
 - workers import the extension class before they load the model.
 - `LLM.llm_engine` has `add_request`, `step` and `abort_request`, whose ids are those given;
   `engine_core.shutdown()` ends its processes.
+- what is wrong with a request is a `ValueError` or a `vllm.exceptions.VLLMClientError`.
 """
 
 from __future__ import annotations
@@ -105,7 +106,24 @@ def add_request(llm: Any, key: str, request: Any) -> None:
     from vllm.sampling_params import RequestOutputKind
 
     request.params.output_kind = RequestOutputKind.FINAL_ONLY
-    llm.llm_engine.add_request(key, request.prompt, request.params, lora_request=request.lora)
+    with refusals():
+        llm.llm_engine.add_request(key, request.prompt, request.params, lora_request=request.lora)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What vLLM refuses in a request is a `ValueError`, whatever this version calls it.
+
+    Raises:
+        ValueError: with vLLM's reason.
+    """
+    import vllm.exceptions
+
+    refused = getattr(vllm.exceptions, "VLLMClientError", ())
+    try:
+        yield
+    except refused as error:
+        raise ValueError(error.args[0] if error.args else str(error)) from None
 
 
 def abort(llm: Any, keys: list[str]) -> None:

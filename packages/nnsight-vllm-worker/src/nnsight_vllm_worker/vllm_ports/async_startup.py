@@ -1,0 +1,79 @@
+"""The engine for asyncio: starting it, giving it requests, ending it.
+
+Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/engine/async_llm.py`):
+- `AsyncLLM.from_engine_args(AsyncEngineArgs(...))` starts the engine's process, and a task on the
+  running loop that brings its outputs.
+- `generate(prompt, params, id, lora_request=...)` yields one output when `output_kind` is
+  FINAL_ONLY; cancelled, it aborts its request. What it refuses is raised as it is, or as the cause
+  of an `EngineGenerateError`.
+- `abort(ids)` takes the ids that `generate` was given, and knows them from before the engine does.
+- `collective_rpc(method, args=...)` runs on every worker, after what was sent to the engine before.
+- `errored` says whether the engine has ended; `shutdown()` ends its processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nnsight_vllm_worker.submission import Request
+from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
+from nnsight_vllm_worker.vllm_ports.startup import refusals
+
+_METHODS = {
+    "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
+    "abort": ("request_id",),
+    "collective_rpc": ("method", "args"),
+    "shutdown": (),
+}
+
+
+def build_async_llm(model: str, arguments: dict[str, Any]) -> Any:
+    """An `AsyncLLM` on the running loop.
+
+    Raises:
+        EngineError: this vLLM lacks what the port relies on.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
+    check_methods(llm, _METHODS)
+    check_attributes(llm, ("errored",))
+    return llm
+
+
+async def generate(llm: Any, request: Request) -> Any:
+    """Run a request to its end; gives vLLM's output.
+
+    Raises:
+        ValueError: vLLM refuses it (a prompt that is too long).
+    """
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    request.params.output_kind = RequestOutputKind.FINAL_ONLY
+    output = None
+    try:
+        with refusals():
+            async for news in llm.generate(
+                request.prompt, request.params, request.key, lora_request=request.lora
+            ):
+                output = news
+    except EngineGenerateError as error:
+        raise error.__cause__ or error from None
+    return output
+
+
+async def abort(llm: Any, keys: list[str]) -> None:
+    """End requests; those that have ended already are none of its business."""
+    await llm.abort(keys)
+
+
+def is_alive(llm: Any) -> bool:
+    """Whether the engine runs."""
+    return not llm.errored
+
+
+def shut_down(llm: Any) -> None:
+    """End the engine and its processes."""
+    llm.shutdown()

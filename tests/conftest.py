@@ -1,0 +1,117 @@
+"""What all tests share: models made once, engines started once, a clean environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from nnsight_core import TorchModel
+    from nnsight_vllm_worker import VLLM
+
+ROOT = Path(__file__).parent.parent
+
+# Set before anything imports vLLM. Most engines run in the tests' own process, which starts three
+# times as fast; the tests of vLLM's default, processes of its own, unset the switch.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_HOST_IP="127.0.0.1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
+def _prepare(name: str) -> str:
+    spec = importlib.util.spec_from_file_location("prepare", ROOT / "scripts/prepare_models.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["prepare"] = module
+    spec.loader.exec_module(module)
+    return str(module.prepare(name))
+
+
+@pytest.fixture(scope="session")
+def gpt2_path() -> str:
+    """A tiny trained GPT-2: 12 layers, 96 wide."""
+    return _prepare("gpt2")
+
+
+@pytest.fixture(scope="session")
+def llama_path() -> str:
+    """A tiny trained Llama: 6 layers, 128 wide."""
+    return _prepare("llama")
+
+
+@pytest.fixture(scope="session")
+def qwen3_path() -> str:
+    """A tiny trained Qwen3: 6 layers, 128 wide, norms on queries and keys."""
+    return _prepare("qwen3")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> str:
+    """SmolLM2-135M-Instruct: a real Llama of 30 layers."""
+    return _prepare("smollm2")
+
+
+def _engine(path: str, **arguments: Any) -> VLLM:
+    from nnsight_vllm_worker import VLLM
+
+    return VLLM(path, dispatch=True, dtype="float32", max_model_len=256, seed=0, **arguments)
+
+
+@pytest.fixture(scope="session")
+def gpt2(gpt2_path: str) -> Iterator[VLLM]:
+    """The GPT-2 on vLLM, in this process."""
+    with _engine(gpt2_path) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def llama(llama_path: str) -> Iterator[VLLM]:
+    """The Llama on vLLM, in this process."""
+    with _engine(llama_path) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def qwen3(qwen3_path: str) -> Iterator[VLLM]:
+    """The Qwen3 on vLLM, in this process."""
+    with _engine(qwen3_path) as model:
+        yield model
+
+
+def _oracle(path: str) -> TorchModel:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from nnsight_core import TorchModel
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+    return TorchModel(model, tokenizer=AutoTokenizer.from_pretrained(path))
+
+
+@pytest.fixture(scope="session")
+def hf_gpt2(gpt2_path: str) -> TorchModel:
+    """The same GPT-2 in transformers, on the PyTorch backend."""
+    return _oracle(gpt2_path)
+
+
+@pytest.fixture(scope="session")
+def hf_llama(llama_path: str) -> TorchModel:
+    """The same Llama in transformers, on the PyTorch backend."""
+    return _oracle(llama_path)
+
+
+@pytest.fixture(scope="session")
+def hf_qwen3(qwen3_path: str) -> TorchModel:
+    """The same Qwen3 in transformers, on the PyTorch backend."""
+    return _oracle(qwen3_path)
