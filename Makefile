@@ -52,9 +52,9 @@ docs: .venv/.ready ## Build the site into site/
 test-gpu: ## Run the GPU tests with PYTHON (bring vLLM there first: pip install 'nnsight-vllm-worker[cuda]')
 	@$(PYTHON) -c 'import sys, torch, vllm; sys.exit(not torch.cuda.is_available())' || { \
 	  echo "$(PYTHON) has no vLLM with a GPU. In an environment on the GPU machine, from here:"; \
-	  echo "  pip install packages/nnsight-core 'packages/nnsight-vllm-worker[cuda]' pytest"; \
+	  echo "  pip install packages/nnsight-core 'packages/nnsight-vllm-worker[cuda]' pytest pytest-asyncio"; \
 	  echo "then: make test-gpu PYTHON=that/python"; exit 1; } >&2
-	$(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
+	$(PYTHON) -m pytest -m gpu tests/worker $(ARGS)
 
 wheels: .venv/.ready ## Build the four wheels into dist/
 	rm -rf dist

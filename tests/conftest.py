@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,16 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is a GPU, the worker's tests run on it and are marked so (`make test-gpu`)."""
+    import torch
+
+    if torch.cuda.is_available():
+        for item in items:
+            if "/worker/" in item.path.as_posix():
+                item.add_marker(pytest.mark.gpu)
 
 
 def _prepare(name: str) -> str:
@@ -64,8 +74,13 @@ def smollm2_path() -> str:
 
 
 def _engine(path: str, **arguments: Any) -> VLLM:
+    import torch
+
     from nnsight_vllm_worker import VLLM
 
+    if torch.cuda.is_available():
+        # Several engines share one GPU here.
+        arguments = {"gpu_memory_utilization": 0.15, **arguments}
     return VLLM(path, dispatch=True, dtype="float32", max_model_len=256, seed=0, **arguments)
 
 
@@ -88,6 +103,20 @@ def qwen3(qwen3_path: str) -> Iterator[VLLM]:
     """The Qwen3 on vLLM, in this process."""
     with _engine(qwen3_path) as model:
         yield model
+
+
+@pytest.fixture(scope="session")
+def near() -> Callable[[Any, Any], None]:
+    """Asserts that a value equals the oracle's, as far as float32 goes on this device."""
+    import torch
+
+    # vLLM's GPU attention multiplies float32 matrices in TF32, which keeps ten bits.
+    rtol, atol = (2e-2, 5e-3) if torch.cuda.is_available() else (1e-3, 2e-4)
+
+    def check(here: Any, there: Any) -> None:
+        torch.testing.assert_close(here, there, rtol=rtol, atol=atol)
+
+    return check
 
 
 def _oracle(path: str) -> TorchModel:

@@ -50,7 +50,7 @@ def test_pairs_of_a_llama_layer(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 6, 11])
-def test_gpt2_equals_transformers(gpt2: Any, hf_gpt2: Any, layer: int) -> None:
+def test_gpt2_equals_transformers(gpt2: Any, hf_gpt2: Any, near: Any, layer: int) -> None:
     ours: dict[str, Any] = {}
     for name, model in (("vllm", gpt2), ("hf", hf_gpt2)):
         with model.trace(PROMPT, temperature=0.0, max_tokens=1):
@@ -63,13 +63,13 @@ def test_gpt2_equals_transformers(gpt2: Any, hf_gpt2: Any, layer: int) -> None:
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden
         ours[name] = (attn, mlp, hidden, logits)
     for here, there in zip(ours["vllm"], ours["hf"], strict=True):
-        close(here, there, rtol=1e-3, atol=1e-4)
+        near(here, there)
 
 
 @pytest.mark.parametrize("layer", [0, 3, 5])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_pair_models_equal_transformers(
-    family: str, layer: int, request: pytest.FixtureRequest
+    family: str, layer: int, near: Any, request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(family)
     oracle = request.getfixturevalue(f"hf_{family}")
@@ -87,10 +87,12 @@ def test_pair_models_equal_transformers(
         hf_logits = oracle.logits.save()
     hf_attn = hf_attn if hf_attn.dim() == 2 else hf_attn[0]
     for here, there in ((attn, hf_attn), (mlp, hf_mlp), (resid, hf_resid), (logits, hf_logits)):
-        close(here, there, rtol=1e-3, atol=2e-4)
+        near(here, there)
 
 
-def test_a_write_has_the_effect_it_has_in_transformers(gpt2: Any, hf_gpt2: Any) -> None:
+def test_a_write_has_the_effect_it_has_in_transformers(
+    gpt2: Any, hf_gpt2: Any, near: Any
+) -> None:
     found = []
     for model in (gpt2, hf_gpt2):
         with model.trace(PROMPT, temperature=0.0, max_tokens=1):
@@ -98,8 +100,8 @@ def test_a_write_has_the_effect_it_has_in_transformers(gpt2: Any, hf_gpt2: Any) 
             later = model.transformer.h[9].mlp.output.save()
             logits = model.logits.save()
         found.append((later, logits))
-    close(found[0][0], found[1][0], rtol=1e-3, atol=2e-4)
-    close(found[0][1], found[1][1], rtol=1e-3, atol=1e-3)
+    near(found[0][0], found[1][0])
+    near(found[0][1], found[1][1])
 
 
 def test_an_input_write_reaches_that_module_alone(gpt2: Any) -> None:

@@ -4,6 +4,7 @@ Relies on (vLLM 0.26.0 and 0.27.1):
 - the engine's process logs what kept it from starting, with the exception, at level ERROR to a
   logger below `vllm`; the parent only learns that it failed.
 - workers import the extension class before they load the model.
+- `LLM._preprocess_cmpl_one(prompt)` makes of a prompt what the engine takes.
 - `LLM.llm_engine` has `add_request`, `step` and `abort_request`, whose ids are those given;
   `engine_core.shutdown()` ends its processes.
 - what is wrong with a request is a `ValueError` or a `vllm.exceptions.VLLMClientError`.
@@ -107,7 +108,8 @@ def add_request(llm: Any, key: str, request: Any) -> None:
 
     request.params.output_kind = RequestOutputKind.FINAL_ONLY
     with refusals():
-        llm.llm_engine.add_request(key, request.prompt, request.params, lora_request=request.lora)
+        rendered = llm._preprocess_cmpl_one(request.prompt)
+    llm.llm_engine.add_request(key, rendered, request.params, lora_request=request.lora)
 
 
 @contextmanager

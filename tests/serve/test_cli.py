@@ -1,0 +1,88 @@
+"""The command line: ours and vLLM's flags side by side."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from nnsight_serve.cli import _parser, _settings, serve
+from nnsight_serve.settings import MAX_BODY
+from nnsight_vllm_worker.vllm_ports import arguments
+
+
+def read(*command: str):
+    return _settings(list(command), _parser())
+
+
+def test_flags_that_are_not_given_stay_vllms_business():
+    settings = read("some/model")
+    assert settings.model == "some/model" and settings.engine == {}
+    assert (settings.host, settings.port) == ("127.0.0.1", 6677)
+    assert settings.max_body == MAX_BODY and settings.api_key is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine"),
+    [
+        (["-tp", "2"], {"tensor_parallel_size": 2}),
+        (["--max-model-len", "1k"], {"max_model_len": 1000}),
+        (["--max_model_len=256"], {"max_model_len": 256}),
+        (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+        (["--no-enforce-eager"], {"enforce_eager": False}),
+        (["--hf-overrides", '{"n_layer": 2}'], {"hf_overrides": {"n_layer": 2}}),
+        (["--hf-overrides.n_layer", "2"], {"hf_overrides": {"n_layer": 2}}),
+    ],
+)
+def test_vllms_flags_are_read_in_vllms_spelling(flags, engine):
+    for command in (["m", "--port", "7000", *flags], [*flags, "--port", "7000", "m"]):
+        settings = read(*command)
+        assert settings.engine == engine and settings.model == "m" and settings.port == 7000
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (
+            ["m", "--max-modle-len", "3"],
+            "knows the flag --max-modle-len. Did you mean --max-model-len?",
+        ),
+        (["m", "--prot", "3"], "Did you mean --port?"),
+        (["m", "--max-model", "3"], "Did you mean --max-model-len?"),
+        (["m", "another"], "'another' is one argument too many"),
+        (["m", "--port", "high"], "invalid int value: 'high'"),
+        ([], "MODEL"),
+    ],
+)
+def test_what_neither_side_knows_is_refused(capsys, command, says):
+    assert serve(command) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_help_begins_with_ours(capsys):
+    assert serve(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("--max-body") < shown.index("ModelConfig")
+    assert serve(["--help=max-model-len"]) == 0
+    assert "--max-model-len" in capsys.readouterr().out
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("NNSIGHT_API_KEY", "secret")
+    settings = read("m")
+    assert settings.api_key == "secret" and "secret" not in repr(settings)
+    assert read("m", "--api-key", "other").api_key == "other"
+
+
+def test_a_port_that_is_taken_is_said_before_the_engine_is_built(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve(["no/such-model", "--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_a_flag_of_another_vllm_is_an_error(monkeypatch):
+    ours = _parser()
+    monkeypatch.setattr(arguments.dataclasses, "fields", lambda _: ())
+    with pytest.raises(arguments.EngineError, match="its engine does not take"):
+        arguments.parse(["m"], ours)
