@@ -74,7 +74,7 @@ def test_a_wrong_location_names_the_nearest(gpt2: Any, early: bool) -> None:
                 found = gpt2.transformer.hh[6].output.save()
         else:
             with gpt2.trace(PROMPT, max_tokens=1):
-                found = getattr(gpt2.transformer, "hh")[6].output.save()
+                found = gpt2.transformer.hh[6].output.save()
     assert name
 
 
@@ -148,7 +148,7 @@ def test_an_error_has_its_own_class_line_and_note(gpt2: Any) -> None:
 def test_an_error_before_the_first_read(gpt2: Any) -> None:
     with pytest.raises(NameError, match="undefined_name"):
         with gpt2.trace(PROMPT, max_tokens=1):
-            undefined_name  # noqa: B018, F821
+            undefined_name  # noqa: F821
 
 
 def test_an_error_in_a_helper_shows_the_helpers_line(gpt2: Any) -> None:
@@ -256,7 +256,7 @@ def test_what_cannot_come_home_is_named(gpt2: Any) -> None:
 
 def test_values_have_no_meaning_outside_a_block(gpt2: Any) -> None:
     with pytest.raises(LocationError, match="only inside a block"):
-        gpt2.transformer.h[2].output  # noqa: B018
+        gpt2.transformer.h[2].output
     with pytest.raises(LocationError, match="only inside a block"):
         gpt2.logits = torch.ones(1)
 

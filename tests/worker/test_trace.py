@@ -90,9 +90,7 @@ def test_pair_models_equal_transformers(
         near(here, there)
 
 
-def test_a_write_has_the_effect_it_has_in_transformers(
-    gpt2: Any, hf_gpt2: Any, near: Any
-) -> None:
+def test_a_write_has_the_effect_it_has_in_transformers(gpt2: Any, hf_gpt2: Any, near: Any) -> None:
     found = []
     for model in (gpt2, hf_gpt2):
         with model.trace(PROMPT, temperature=0.0, max_tokens=1):
@@ -326,7 +324,8 @@ def test_plain_generation(gpt2: Any) -> None:
 def test_a_function_instead_of_a_body(gpt2: Any) -> None:
     scope: dict[str, Any] = {"gpt2": gpt2}
     exec(
-        "def block(tracer):\n    hidden = gpt2.transformer.h[2].output\n    return hidden * 2", scope
+        "def block(tracer):\n    hidden = gpt2.transformer.h[2].output\n    return hidden * 2",
+        scope,
     )
     tracer = gpt2.trace(PROMPT, fn=scope["block"], temperature=0.0, max_tokens=1)
     with gpt2.trace(PROMPT, temperature=0.0, max_tokens=1):

@@ -8,7 +8,6 @@ the block's own, and the file name and lines stay the user's, so tracebacks do.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -47,24 +46,26 @@ class Code:
 
 
 @lru_cache(maxsize=1024)
-def compile_block(
-    source: str, filename: str, line: int, function: str, lazy: bool = False
-) -> Code:
+def compile_block(source: str, filename: str, line: int, function: str, lazy: bool = False) -> Code:
     """Compile a block's text.
 
     Raises:
         CaptureError: the text cannot be run as a block, with the line that stands against it.
     """
+    # A block is indented, as it stands in the file; a function's text may not be.
+    indented = source[:1] in (" ", "\t")
     try:
-        tree = ast.parse("if 1:\n" + source, filename)
+        tree = ast.parse(("if 1:\n" if indented else "") + source, filename)
     except SyntaxError as error:
         raise CaptureError(
             f"The block at {filename}:{line} cannot be read as Python: {error.msg}."
         ) from error
-    ast.increment_lineno(tree, line - 2)
-    wrapper = tree.body[0]
-    assert isinstance(wrapper, ast.If)
-    body = wrapper.body
+    ast.increment_lineno(tree, line - (2 if indented else 1))
+    body = tree.body
+    if indented:
+        wrapper = body[0]
+        assert isinstance(wrapper, ast.If)
+        body = wrapper.body
     for node in _own_statements(body):
         if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom | ast.Await | _ASYNC):
             word = type(node).__name__.lower().removesuffix("from")
@@ -103,7 +104,7 @@ def _own_statements(body: list[ast.stmt]) -> list[ast.expr | ast.stmt]:
 
 
 def _may_change(node: ast.AST) -> bool:
-    """Whether a node may change a tensor in place: a store into one, or a call not known as pure."""
+    """Whether a node may change a tensor in place: a store into it, or a call not known as pure."""
     match node:
         case ast.AugAssign() | ast.Subscript(ctx=ast.Store() | ast.Del()):
             return True
@@ -121,23 +122,26 @@ def _may_change(node: ast.AST) -> bool:
     return False
 
 
-PURE_CALLS = frozenset(
-    "abs all any bool dict enumerate float int isinstance len list max min print range repr round "
-    "save set sorted str sum tuple type zip".split()
-)
-PURE_METHODS = frozenset(
-    "abs append argmax argmin argsort bfloat16 bool chunk clone contiguous cpu cuda detach diff "
-    "dim double exp expand flatten float format gather half int item items keys log log_softmax "
-    "long max mean min narrow norm numel permute pow reshape save select sigmoid size softmax "
-    "sort split sqrt squeeze std sum tanh to tolist topk transpose type unbind unsqueeze values "
-    "var view".split()
-)
+_PURE_CALLS = """
+    abs all any bool dict enumerate float int isinstance len list max min print range repr round
+    save set sorted str sum tuple type zip
+"""
+_PURE_METHODS = """
+    abs append argmax argmin argsort bfloat16 bool chunk clone contiguous cpu cuda detach diff
+    dim double exp expand flatten float format gather half int item items keys log log_softmax
+    long max mean min narrow norm numel permute pow reshape save select sigmoid size softmax
+    sort split sqrt squeeze std sum tanh to tolist topk transpose type unbind unsqueeze values
+    var view
+"""
+PURE_CALLS = frozenset(_PURE_CALLS.split())
+PURE_METHODS = frozenset(_PURE_METHODS.split())
 
 
 class _Rewrite(ast.NodeTransformer):
     def __init__(self, names: Names) -> None:
         self.names = names
         self.functions: list[set[str]] = []
+        self.annotated: set[ast.AnnAssign] = set()
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -154,7 +158,22 @@ class _Rewrite(ast.NodeTransformer):
         self.functions.pop()
         return node
 
-    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        # A class keeps the annotations of its body, a function (as the block is one) does not.
+        kept = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+        self.annotated.update(kept)
+        self.generic_visit(node)
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        self.generic_visit(node)
+        if node in self.annotated:
+            return node
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST | list[ast.AST]:
         inner = [n for n in node.names if any(n in own for own in self.functions[:-1])]

@@ -19,6 +19,8 @@ from nnsight_core.tree import ModelTree
 
 _SIDES = ("output", "input", "inputs")
 _VALUES = ("logits", "samples")
+_KEEPING = ("add", "append", "extend", "insert", "setdefault", "update")
+"""Methods after which a container holds what they were given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,12 @@ def effects_of(code: Code, names: Mapping[str, Any], tree: ModelTree | None = No
         names: the values that it takes along; those that are nodes are where paths begin.
         tree: the model's tree, which tells a module's child from one of its other attributes.
     """
-    body = ast.parse("if 1:\n" + code.source).body
+    wrapper = ast.parse("if 1:\n" + code.source).body[0]
+    assert isinstance(wrapper, ast.If)
     walk = _Walk(tree, code.line - 2)
     for name, value in names.items():
         walk.known[name] = _of_value(value)
-    walk.block(body)
+    walk.block(wrapper.body)
     return walk.effects
 
 
@@ -106,7 +109,14 @@ class _Value:
     at: tuple[Access, ...]
 
 
-_Thing = _Node | _Source | _Value | None
+@dataclass(frozen=True, slots=True)
+class _Many:
+    """A list of nodes that all match one path."""
+
+    path: str
+
+
+_Thing = _Node | _Source | _Value | _Many | None
 
 
 def _of_value(value: Any) -> _Thing:
@@ -117,7 +127,7 @@ def _of_value(value: Any) -> _Thing:
     if isinstance(value, Source):
         return _Source(value._path)
     if isinstance(value, list | tuple) and value and all(isinstance(v, Node) for v in value):
-        return _Node(_common([v._path for v in value]))
+        return _Many(_common([v._path for v in value]))
     return None
 
 
@@ -135,6 +145,7 @@ class _Walk(ast.NodeVisitor):
         self.shift = shift
         self.known: dict[str, _Thing] = {}
         self.effects = Effects()
+        self.maybe = 0  # how many statements lie around this one that may not run
 
     def block(self, body: list[ast.stmt]) -> None:
         for statement in body:
@@ -162,14 +173,43 @@ class _Walk(ast.NodeVisitor):
             self.store(node.target, None)
 
     def visit_For(self, node: ast.For) -> None:
-        each = self.thing(node.iter)
-        if isinstance(each, _Node):
-            each = _Node(_join(each.path, "*"))
+        each = _each(self.thing(node.iter))
         # What the loop leaves behind is there in its next round.
         for _ in range(2):
             self.store(node.target, each)
-            self.block(node.body)
-        self.block(node.orelse)
+            self.branch(node.body)
+        self.branch(node.orelse)
+
+    def visit_While(self, node: ast.While) -> None:
+        for _ in range(2):
+            self.thing(node.test)
+            self.branch(node.body)
+        self.branch(node.orelse)
+
+    def visit_If(self, node: ast.If) -> None:
+        self.thing(node.test)
+        self.branch(node.body)
+        self.branch(node.orelse)
+
+    def visit_Try(self, node: ast.Try) -> None:
+        self.branch(node.body)
+        for handler in node.handlers:
+            self.branch(handler.body)
+        self.branch(node.orelse)
+        self.block(node.finalbody)
+
+    visit_TryStar = visit_Try  # type: ignore[assignment]
+
+    def visit_match_case(self, node: ast.match_case) -> None:
+        if node.guard is not None:
+            self.thing(node.guard)
+        self.branch(node.body)
+
+    def branch(self, body: list[ast.stmt]) -> None:
+        """Statements that may not run: what a name held before, it may hold after them."""
+        self.maybe += 1
+        self.block(body)
+        self.maybe -= 1
 
     def visit_With(self, node: ast.With) -> None:
         for item in node.items:
@@ -189,7 +229,8 @@ class _Walk(ast.NodeVisitor):
     def store(self, target: ast.expr, value: _Thing) -> None:
         match target:
             case ast.Name(id=name):
-                self.known[name] = value
+                before = self.known.get(name) if self.maybe else None
+                self.known[name] = self.either(before, value)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 for part in parts:
                     self.store(part, value)
@@ -218,8 +259,10 @@ class _Walk(ast.NodeVisitor):
                 return self.attribute(self.thing(owner), name, node.lineno)
             case ast.Subscript(value=owner, slice=index):
                 held = self.thing(owner)
-                if isinstance(held, _Node):
+                if isinstance(held, _Node) and not isinstance(index, ast.Slice):
                     return _Node(_join(held.path, self.index(held.path, index)))
+                if isinstance(held, _Many) and not isinstance(index, ast.Slice):
+                    return _Node(held.path)
                 self.thing(index)
                 return held
             case ast.Call():
@@ -231,20 +274,17 @@ class _Walk(ast.NodeVisitor):
                 return self.thing(body)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 for part in node.generators:
-                    each = self.thing(part.iter)
-                    if isinstance(each, _Node):
-                        each = _Node(_join(each.path, "*"))
-                    self.store(part.target, each)
+                    self.store(part.target, _each(self.thing(part.iter)))
                     for test in part.ifs:
                         self.thing(test)
                 if isinstance(node, ast.DictComp):
                     self.thing(node.key)
-                    return self.thing(node.value)
-                return self.thing(node.elt)
+                    return _many(self.thing(node.value))
+                return _many(self.thing(node.elt))
         held: _Thing = None
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
-                held = self.either(held, self.thing(child))
+                held = self.either(held, _many(self.thing(child)))
         # A sum of values is a new tensor, but a tuple of them still holds them.
         return held if isinstance(node, ast.Tuple | ast.List | ast.Dict | ast.Starred) else None
 
@@ -301,7 +341,11 @@ class _Walk(ast.NodeVisitor):
                     self.wrote(base)
                 elif name not in PURE_METHODS and not _of_torch(owner):
                     self.wrote(self.either(base, held))
-                return self.either(base, held)
+                    self.effects.opaque |= base is None
+                both = self.either(base, _many(held))
+                if isinstance(owner, ast.Name) and name in _KEEPING:
+                    self.known[owner.id] = both
+                return both
             case ast.Name(id=name) if name in PURE_CALLS:
                 return held
         called = self.thing(node.func)
@@ -315,13 +359,30 @@ class _Walk(ast.NodeVisitor):
             return one or other
         if isinstance(one, _Value) and isinstance(other, _Value):
             return _Value(tuple(dict.fromkeys((*one.at, *other.at))))
+        if isinstance(one, _Value) or isinstance(other, _Value):
+            return one if isinstance(one, _Value) else other
+        if isinstance(one, _Source) or isinstance(other, _Source):
+            return _Source("*") if one != other else one
         if isinstance(one, _Node) and isinstance(other, _Node):
             return _Node(_common([one.path, other.path]))
-        return one if isinstance(one, _Value) else other
+        many = [_join(t.path, "*") if isinstance(t, _Node) else t.path for t in (one, other)]
+        return _Many(_common(many))
 
     def wrote(self, held: _Thing) -> None:
         if isinstance(held, _Value):
             self.effects.writes += [a for a in held.at if a not in self.effects.writes]
+
+
+def _each(held: _Thing) -> _Thing:
+    """What a loop over something gets in each round."""
+    if isinstance(held, _Node):
+        return _Node(_join(held.path, "*"))
+    return _Node(held.path) if isinstance(held, _Many) else held
+
+
+def _many(held: _Thing) -> _Thing:
+    """What a list of something is."""
+    return _Many(held.path) if isinstance(held, _Node) else held
 
 
 def _join(path: str, name: str) -> str:

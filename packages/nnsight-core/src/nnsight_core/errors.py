@@ -1,23 +1,25 @@
 """Every error and warning of ours.
 
-    NNsightError
-    ├── CaptureError (SyntaxError)          the body of a `with` block cannot be had
-    ├── EncodeError (TypeError)             a value that cannot be shipped
-    ├── LocationError (AttributeError)      no such location, or not reachable from here
-    │   ├── NotATapError                    not declared as a tap where only taps are allowed
-    │   └── OutOfOrderError                 the forward pass has already gone past it
-    ├── WriteError (ValueError)             a replacement with other rows, width or dtype
-    │   └── LateWriteError                  an in-place write to a value whose visit is over
-    ├── BlockError                          an error class that does not exist in this process
-    ├── BlockTimeout (TimeoutError)         a block that ran too long
-    ├── PolicyError (PermissionError)       the receiver does not allow it
-    ├── ProtocolError (ConnectionError)     a peer that speaks otherwise, or stopped speaking
-    └── EngineError (RuntimeError)          the engine cannot be built
-        └── EngineDeadError                 the engine ended while it was needed
+```text
+NNsightError
+├── CaptureError (SyntaxError)          the body of a `with` block cannot be had
+├── EncodeError (TypeError)             a value that cannot be shipped
+├── LocationError (AttributeError)      no such location, or not reachable from here
+│   ├── NotATapError                    not declared as a tap where only taps are allowed
+│   └── OutOfOrderError                 the forward pass has already gone past it
+├── WriteError (ValueError)             a replacement with other rows, width or dtype
+│   └── LateWriteError                  an in-place write to a value whose visit is over
+├── BlockError                          an error class that does not exist in this process
+├── BlockTimeout (TimeoutError)         a block that ran too long
+├── PolicyError (PermissionError)       the receiver does not allow it
+├── ProtocolError (ConnectionError)     a peer that speaks otherwise, or stopped speaking
+└── EngineError (RuntimeError)          the engine cannot be built
+    └── EngineDeadError                 the engine ended while it was needed
 
-    NNsightWarning (UserWarning)
-    ├── LoopOverrunWarning                  a loop asked for more steps than the request made
-    └── UnboundSaveWarning                  a saved value that no name holds
+NNsightWarning (UserWarning)
+├── LoopOverrunWarning                  a loop asked for more steps than the request made
+└── UnboundSaveWarning                  a saved value that no name holds
+```
 """
 
 from __future__ import annotations

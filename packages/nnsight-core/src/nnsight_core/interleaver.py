@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nnsight_core.errors import LocationError, NNsightError, WriteError
+from nnsight_core.errors import LocationError, NNsightError
 from nnsight_core.locations import Location, Phase
 from nnsight_core.run import Run, check_order, check_replacement
 from nnsight_core.visit import Rows, Visit, outside_inference
@@ -55,7 +55,7 @@ class Interleaver:
         What an output or an engine value holds is changed where it lies, so that everything that
         reads it sees the change. What a module is handed (`input`) is changed for that module
         alone: a tensor that is written there is replaced by a changed copy, since the same memory
-        is often the residual stream as well.
+        is often the residual stream as well. So is what a module hands out of its own parameters.
         """
         for run, replacement in self.skips.pop(location, ()):
             self._put_skip(run, location, value, replacement)
@@ -91,6 +91,11 @@ class Interleaver:
     def drop(self, run: Run) -> None:
         """Forget a run whose request is gone; its block stops where it is."""
         self._unpark(run)
+        for location, skips in list(self.skips.items()):
+            self.skips[location] = left = [entry for entry in skips if entry[0] is not run]
+            if not left:
+                del self.skips[location]
+        self._look()
         if run and not run.dead:
             run.throw()
 
@@ -117,7 +122,7 @@ class Interleaver:
                 run.close()
             self._fail(run, error)
             return value
-        if changed and location.side == "input":
+        if changed and (location.side == "input" or visit.of_model(changed)):
             value = visit.put_into_copy(value, changed)
         elif changed:
             visit.put_back(changed)
@@ -125,12 +130,12 @@ class Interleaver:
         return value
 
     def _put_skip(self, run: Run, location: Location, value: Any, replacement: Any) -> None:
-        with outside_inference():
-            visit = Visit(self.rows, run, location, value)
         try:
+            with outside_inference():
+                visit = Visit(self.rows, run, location, value)
             check_replacement(location, visit.value, replacement)
             changed = visit.written(replacement)
-        except WriteError as error:
+        except NNsightError as error:
             self._fail(run, error)
         else:
             visit.put_back(changed)
@@ -140,9 +145,7 @@ class Interleaver:
             wanted = self._switch(run, None, error)
         self._park(run, wanted)
 
-    def _switch(
-        self, run: Run, value: Any, error: BaseException | None = None
-    ) -> Location | None:
+    def _switch(self, run: Run, value: Any, error: BaseException | None = None) -> Location | None:
         # A module that the block itself calls is no visit.
         self.watching = False
         return run.resume(value, error)
@@ -152,6 +155,9 @@ class Interleaver:
             self.on_end(run)
         else:
             self.waiting.setdefault(wanted, []).append(run)
+        self._look()
+
+    def _look(self) -> None:
         self.watching = self.phase == Phase.FORWARD and bool(self.waiting or self.skips)
 
     def _fail(self, run: Run, error: NNsightError) -> None:

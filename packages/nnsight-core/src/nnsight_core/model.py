@@ -15,8 +15,8 @@ from nnsight_core.tree import ModelTree
 class Model(Root):
     """The front end that every backend shares; subclass it for a backend of your own.
 
-    A subclass sets up `_backend` (see `nnsight_core.Backend`) and may override `_backend_for`, which
-    chooses the backend of one trace from its keyword arguments.
+    A subclass sets up `_backend` (see `nnsight_core.Backend`) and may override `_backend_for`,
+    which chooses the backend of one trace from its keyword arguments.
     """
 
     _backend: Backend | None

@@ -21,8 +21,8 @@ class Names:
     """Names that may be read before they are bound, with the line that does."""
     binds: dict[str, None] = field(default_factory=dict)
     """Names that the block itself binds, deletes included."""
-    saved: dict[str, None] = field(default_factory=dict)
-    """Names that hold what a call of `save` was given or gave back."""
+    saved: dict[str, set[int]] = field(default_factory=dict)
+    """Names that hold what a call of `save` was given or gave back, with the lines of the calls."""
 
 
 def analyse(body: list[ast.stmt], lazy: bool = False) -> Names:
@@ -46,26 +46,39 @@ def is_save(node: ast.AST) -> bool:
     return False
 
 
-def _note_saves(node: ast.AST, saved: dict[str, None]) -> None:
+def _note_saves(node: ast.AST, saved: dict[str, set[int]]) -> None:
+    names: list[str] = []
     match node:
-        case ast.Assign(targets=targets, value=value) if is_save(value):
-            saved.update(dict.fromkeys(t.id for t in targets if isinstance(t, ast.Name)))
-        case ast.AnnAssign(target=ast.Name(id=name), value=value) if value and is_save(value):
-            saved[name] = None
-        case ast.NamedExpr(target=ast.Name(id=name), value=value) if is_save(value):
-            saved[name] = None
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="save"), args=[]):
-            saved[name] = None
-        case ast.Call(args=[ast.Name(id=name), *_]) if is_save(node):
-            saved[name] = None
+        case ast.Assign(targets=targets, value=call) if is_save(call):
+            # `a, b = pair.save()` saves what both names hold.
+            parts = [part for target in targets for part in ast.walk(target)]
+            names = [p.id for p in parts if isinstance(p, ast.Name) and _stores(p)]
+        case ast.AnnAssign(target=ast.Name(id=name), value=call) if call and is_save(call):
+            names = [name]
+        case ast.NamedExpr(target=ast.Name(id=name), value=call) if is_save(call):
+            names = [name]
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="save"), args=[]) as call:
+            names = [name]
+        case ast.Call(args=[ast.Name(id=name), *_]) as call if is_save(node):
+            names = [name]
+        case _:
+            return
+    for name in names:
+        saved.setdefault(name, set()).add(call.lineno)
+
+
+def _stores(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
 
 
 class _Flow:
     """Walks statements in order, with the set of names that are surely bound by then."""
 
-    def __init__(self, names: Names, lazy: bool) -> None:
+    def __init__(self, names: Names, lazy: bool, of_class: str | None = None) -> None:
         self.names = names
         self.lazy = lazy
+        self.of_class = of_class
+        self.outward: dict[str, None] = {}
 
     def block(self, body: Iterable[ast.stmt], bound: set[str]) -> set[str]:
         for statement in body:
@@ -77,8 +90,9 @@ class _Flow:
             case ast.If(test=test, body=body, orelse=orelse):
                 bound = self.reads(test, bound)
                 return self.block(body, set(bound)) & self.block(orelse, set(bound))
-            case ast.For(target=target, iter=iterable, body=body, orelse=orelse):
-                bound = self.reads(iterable, bound)
+            case ast.For() | ast.AsyncFor():
+                target, body, orelse = node.target, node.body, node.orelse
+                bound = self.reads(node.iter, bound)
                 self.block(body, self.binds(target, set(bound)))
                 self.block(orelse, set(bound))
                 return bound
@@ -87,24 +101,24 @@ class _Flow:
                 self.block(body, set(bound))
                 self.block(orelse, set(bound))
                 return bound
-            case ast.With(items=items, body=body):
-                for item in items:
+            case ast.With() | ast.AsyncWith():
+                for item in node.items:
                     bound = self.reads(item.context_expr, bound)
                     if item.optional_vars:
                         bound = self.binds(item.optional_vars, bound)
                 # The context manager may swallow an error, so nothing of the body is certain.
-                self.block(body, set(bound))
+                self.block(node.body, set(bound))
                 return bound
-            case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=final):
-                after = self.block(body, set(bound))
-                self.block(orelse, set(after))
-                for handler in handlers:
+            case ast.Try() | ast.TryStar():
+                after = self.block(node.body, set(bound))
+                self.block(node.orelse, set(after))
+                for handler in node.handlers:
                     self.reads(handler.type, bound)
                     inner = set(bound)
                     if handler.name:
                         self.bind(handler.name, inner)
                     self.block(handler.body, inner)
-                return self.block(final, set(bound))
+                return self.block(node.finalbody, set(bound))
             case ast.Match(subject=subject, cases=cases):
                 bound = self.reads(subject, bound)
                 for case in cases:
@@ -126,7 +140,9 @@ class _Flow:
                 bound = self.reads(value, self.loads(target, bound))
                 return self.binds(target, bound)
             case ast.AnnAssign(target=target, annotation=annotation, value=value):
-                bound = self.reads(value, self.reads(None if self.lazy else annotation, bound))
+                # Only in a class does Python look at what a variable is annotated with.
+                looked_at = annotation if self.of_class and not self.lazy else None
+                bound = self.reads(value, self.reads(looked_at, bound))
                 return self.binds(target, bound) if value else bound
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 hints = [] if self.lazy else _hints(node)
@@ -138,10 +154,12 @@ class _Flow:
                 for part in [*node.decorator_list, *node.bases, *(k.value for k in node.keywords)]:
                     bound = self.reads(part, bound)
                 # What a class body binds is the class's own, so it is read as a scope of its own.
-                scope = _Flow(Names(), self.lazy)
+                scope = _Flow(Names(), self.lazy, of_class=node.name)
                 scope.block(node.body, set())
                 for name, line in scope.names.needs.items():
                     self.need(name, line, bound)
+                for name in scope.outward:
+                    self.names.binds[name] = None
                 return self.bind(node.name, bound)
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 for alias in aliases:
@@ -180,9 +198,7 @@ class _Flow:
                     inner |= {n.id for n in ast.walk(generator.target) if isinstance(n, ast.Name)}
                     for test in generator.ifs:
                         inner = self.reads(test, inner)
-                parts = (
-                    [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-                )
+                parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
                 for part in parts:
                     self.reads(part, inner)
                 return bound
@@ -206,11 +222,13 @@ class _Flow:
         scope.block(body, set())
         outward = declared_outside(body)
         own = arguments_of(args) | (scope.names.binds.keys() - outward)
+        # Methods do not see what the body of their class binds.
+        seen = {self.of_class} if self.of_class else bound
         for name, line in scope.names.needs.items():
             if name not in own:
-                self.need(name, line, bound)
+                self.need(name, line, seen)
         for name in outward & scope.names.binds.keys():
-            self.names.binds[name] = None
+            (self.outward if self.of_class else self.names.binds)[name] = None
 
     def loads(self, target: ast.expr, bound: set[str]) -> set[str]:
         if isinstance(target, ast.Name):
@@ -241,15 +259,18 @@ class _Flow:
         return bound
 
 
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
 def declared_outside(body: list[ast.stmt]) -> set[str]:
-    """Names that a function says are not its own (`nonlocal`, `global`), without inner functions."""
+    """Names that a function itself says are not its own (`nonlocal`, `global`)."""
     found: set[str] = set()
     waiting: list[ast.AST] = list(body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Nonlocal | ast.Global):
             found.update(node.names)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+        elif not isinstance(node, _SCOPES):
             waiting.extend(ast.iter_child_nodes(node))
     return found
 

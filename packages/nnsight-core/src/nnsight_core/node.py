@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nnsight_core.errors import LocationError
+from nnsight_core.errors import LocationError, WriteError
 from nnsight_core.locations import LOGITS, SAMPLES, Location
 from nnsight_core.run import current_run, need_run
 from nnsight_core.tree import ModelTree
@@ -144,7 +144,7 @@ class Node:
             location = self._places.location(self._path, "input")
             run = need_run(f"{self._path}.{name}")
             if name == "input":
-                value = _with_first(*run.read(location), value)
+                value = _with_first(location, *run.read(location), value)
             run.write(location, (tuple(value[0]), dict(value[1])))
         else:
             raise LocationError(
@@ -270,7 +270,7 @@ class Operation:
     def __getattr__(self, name: str) -> Any:
         if name not in ("output", "input", "inputs"):
             raise LocationError(
-                f"{self._path} is an operation; it has `output`, `input` and `inputs`, not {name!r}."
+                f"{self._path} is an operation; it has `output`, `input`, `inputs`, not {name!r}."
             )
         run = need_run(f"{self._path}.{name}")
         if name == "output":
@@ -323,9 +323,11 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _with_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+    location: Location, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (value, *args[1:]), kwargs
-    name = next(iter(kwargs))
+    name = next(iter(kwargs), None)
+    if name is None:
+        raise WriteError(f"{location} has no arguments, so there is none to replace.")
     return args, {**kwargs, name: value}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from nnsight_core.locations import RESULT
 from nnsight_core.run import need_run
@@ -14,10 +15,18 @@ class _Data(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+def _json_float(value: float) -> float | str:
+    return value if math.isfinite(value) else repr(value)
+
+
+_Float = Annotated[float, PlainSerializer(_json_float, when_used="json")]
+"""A number that may be infinite (a token that was masked), which JSON cannot say."""
+
+
 class Logprob(_Data):
     """One token's log probability (natural logarithm), its rank among all, and its text."""
 
-    logprob: float
+    logprob: _Float
     rank: int | None = None
     decoded_token: str | None = None
 
@@ -35,7 +44,7 @@ class CompletionOutput(_Data):
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None = None
+    cumulative_logprob: _Float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None

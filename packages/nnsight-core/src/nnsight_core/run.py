@@ -21,7 +21,7 @@ from torch import Tensor
 from nnsight_core.code import SAVE, Code
 from nnsight_core.errors import LateWriteError, LocationError, OutOfOrderError, WriteError
 from nnsight_core.locations import Location
-from nnsight_core.values import describe, dtype_name, map_tensors, tensors
+from nnsight_core.values import describe, dtype_name, leaves, map_tensors, tensors
 
 if TYPE_CHECKING:
     from nnsight_core.interleaver import Interleaver
@@ -47,7 +47,7 @@ class Run(greenlet):
         key: what the backend knows the request by.
         step: which step of the request is running, 0 being its prefill.
         error: what the block raised, if it did.
-        saved: what it saved, by the id of the object.
+        saved: what it saved, by the id of the object, in the order of the calls.
     """
 
     def __init__(self, code: Code, scope: dict[str, Any], key: Any = None) -> None:
@@ -57,7 +57,7 @@ class Run(greenlet):
         self.key = key
         self.step = 0
         self.error: BaseException | None = None
-        self.saved: dict[int, Saved] = {}
+        self.saved: dict[int, list[Saved]] = {}
         self.open: Location | None = None
         self.value: Any = None
         self.skipped: list[str] = []
@@ -114,6 +114,7 @@ class Run(greenlet):
             raise late
         assert self.interleaver is not None
         self.interleaver.check(self, location)
+        assert self.parent is not None
         return self.parent.switch(location)
 
     def write(self, location: Location, value: Any) -> None:
@@ -135,7 +136,8 @@ class Run(greenlet):
             was = value.clone()
         elif self.code.snapshots and type(value) is tuple:
             was = map_tensors(value, torch.clone)
-        self.saved[id(value)] = Saved(value, was, line or _line_of(self.code))
+        saved = Saved(value, was, line or _line_of(self.code))
+        self.saved.setdefault(id(value), []).append(saved)
         return value
 
     def _save_method(self, value: Any) -> Any:
@@ -146,43 +148,53 @@ class Run(greenlet):
 
     # -- the outcome -----------------------------------------------------------------------------
 
-    def run(self, *_: Any) -> None:
+    def run(self, *_: Any) -> None:  # type: ignore[override]
+        """What the greenlet does: the block, whose error is kept for the one who asks."""
         try:
             exec(self.code.compiled, self.scope)
             late = self.check_late()
             if late is not None:
                 raise late
         except BaseException as error:  # a block may raise anything; it ends this run alone
-            self.error = error
+            self.error = error  # type: ignore[assignment]
+        finally:
+            # The scope would hold the run that holds it, and every value until some later collection.
+            self.scope.pop(SAVE, None)
 
     def outcome(self) -> tuple[dict[str, Any], list[Saved]]:
         """What comes home by name, and what was saved but is held by no name."""
         found: dict[str, Any] = {}
         seen: set[int] = set()
-        scalars = self.code.names.saved
         for name, value in self.scope.items():
             saved = self.saved.get(id(value))
-            if saved is None or name == SAVE or saved.value is not value:
+            if saved is None or name == SAVE:
                 continue
             # Small numbers and texts are shared between unrelated names, so there the name counts.
-            if isinstance(value, _SCALARS) and name not in scalars:
+            lines = self.code.names.saved.get(name)
+            if isinstance(value, _SCALARS) and lines is None:
                 continue
-            found[name] = saved.was
+            # Of an object that was saved again after it had changed, a name gets its own state.
+            mine = [s for s in saved if lines is not None and s.line in lines]
+            found[name] = (mine or saved)[-1].was
             seen.add(id(value))
-        lost = [s for key, s in self.saved.items() if key not in seen]
-        return self._unpacked(found, lost), lost
+        lost = [s[-1] for key, s in self.saved.items() if key not in seen]
+        self._unpack(found, lost)
+        held = {id(part) for key in seen for part in _parts(self.saved[key][0].value)}
+        return found, [s for s in lost if id(s.value) not in held]
 
-    def _unpacked(self, found: dict[str, Any], lost: list[Saved]) -> dict[str, Any]:
+    def _unpack(self, found: dict[str, Any], lost: list[Saved]) -> None:
         """`a, b = layer.output.save()` saves a pair that no name holds; its parts have names."""
         for saved in [s for s in lost if isinstance(s.value, tuple | list)]:
             parts = {id(p): w for p, w in zip(saved.value, saved.was, strict=True)}
-            names = {n: parts[id(v)] for n, v in self.scope.items() if id(v) in parts}
+            names = {
+                name: parts[id(value)]
+                for name, value in self.scope.items()
+                if id(value) in parts
+                and (name in self.code.names.saved or not isinstance(value, _SCALARS))
+            }
             if names:
                 found.update(names)
                 lost.remove(saved)
-        held = {id(part) for value in found.values() for part in _parts(value)}
-        lost[:] = [s for s in lost if id(s.value) not in held]
-        return found
 
 
 def _parts(value: Any) -> list[Any]:
@@ -240,13 +252,20 @@ def check_replacement(location: Location, old: Any, new: Any) -> None:
     """
     if old is new:
         return
-    before, after = list(tensors(old)), list(tensors(new))
-    if [path for path, _ in before] != [path for path, _ in after]:
+    before, after = list(leaves(old)), list(leaves(new))
+    if [_built(part) for part in before] != [_built(part) for part in after]:
         raise WriteError(
             f"{location} is {describe(old)}; it cannot be replaced by {describe(new)}, which is "
             "built otherwise."
         )
     for (path, was), (_, now) in zip(before, after, strict=True):
+        if not isinstance(was, Tensor):
+            if was is not now and not (isinstance(was, _SCALARS) and was == now):
+                raise WriteError(
+                    f"{location}{path} is {was!r:.80}, which is no tensor; other requests may "
+                    "share it, so it cannot be replaced."
+                )
+            continue
         if was.shape != now.shape:
             raise WriteError(
                 f"{location}{path} is {describe(was)} for this request; it cannot be replaced by "
@@ -257,6 +276,11 @@ def check_replacement(location: Location, old: Any, new: Any) -> None:
                 f"{location}{path} is {describe(was)}; it cannot be replaced by {describe(now)}. "
                 f"Convert it first: `.to(torch.{dtype_name(was.dtype)})`."
             )
+
+
+def _built(part: tuple[str, Any]) -> tuple[str, bool]:
+    path, leaf = part
+    return path, isinstance(leaf, Tensor)
 
 
 def check_order(run: Run, location: Location, gone: bool) -> None:

@@ -22,8 +22,8 @@ class SamplingNames:
         for name in arguments:
             if name not in self.names:
                 near = difflib.get_close_matches(name, self.names, 1, 0.5)
-                hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(self.names)}."
-                raise TypeError(f"Unknown sampling argument {name!r}.{hint}")
+                hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(self.names)}."
+                raise TypeError(f"Unknown sampling argument {name!r}. {hint}")
 
 
 def normalise(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,3 +33,14 @@ def normalise(arguments: Mapping[str, Any]) -> dict[str, Any]:
         value = named.pop("max_new_tokens")
         named.setdefault("max_tokens", value)
     return named
+
+
+def merge(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """A trace's sampling arguments with those of an invoke, which win under either name."""
+    names = set(inner)
+    if names & _LENGTH:
+        names |= _LENGTH
+    return {**{name: value for name, value in outer.items() if name not in names}, **inner}
+
+
+_LENGTH = {"max_tokens", "max_new_tokens"}

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from nnsight_core.backend import Ended, Event, Finished, Invoke
 from nnsight_core.effects import effects_of
-from nnsight_core.errors import LocationError
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Location, Phase
 from nnsight_core.model import Model
 from nnsight_core.outputs import CompletionOutput, RequestOutput
 from nnsight_core.run import Run
-from nnsight_core.sampling import SamplingNames
+from nnsight_core.sampling import SamplingNames, normalise
 from nnsight_core.scope import ended, run_of
 from nnsight_core.tracer import NO_PROMPT, Tracer
 from nnsight_core.tree import ModelTree
+from nnsight_core.values import map_tensors, tensors
 from nnsight_core.watch import Watch, bare_tree
 
 
@@ -63,8 +63,7 @@ class TorchBackend:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._done: list[Run] = []
-        self.interleaver = Interleaver(self, self._done.append)
+        self.interleaver = Interleaver(self, lambda _: None)
         name = type(module).__name__
         self.watch = Watch(module, self.interleaver, bare_tree(module, name, _engine()))
 
@@ -73,15 +72,18 @@ class TorchBackend:
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
         for index, invoke in enumerate(invokes):
             run = self._start(invoke, index)
+            output, error = None, None
             try:
                 output = self._run(invoke, run)
-            except BaseException:
+            except Exception as raised:  # the model's own; the other invokes go on
+                error = raised
+            finally:
+                over = run is None or run.dead
                 if run is not None:
                     self.interleaver.drop(run)
-                raise
-            if run is not None:
-                yield ended(run, index)
-            yield Finished(index, output)
+            if run is not None and over:
+                yield _compact(ended(run, index))
+            yield Finished(index, output, error)
 
     def describe(self) -> ModelTree:
         assert self.watch.places.tree is not None
@@ -111,6 +113,9 @@ class TorchBackend:
     def _run(self, invoke: Invoke, run: Run | None) -> RequestOutput | None:
         arguments = invoke.prompt if isinstance(invoke.prompt, tuple) else (invoke.prompt,)
         keywords = invoke.sampling
+        if run is not None:
+            # A module may hand on what it was given, and a write there is not meant for the user's.
+            arguments, keywords = map_tensors((arguments, keywords), Tensor.clone)
         with torch.no_grad():
             if run is not None:
                 self.interleaver.begin((run,))
@@ -118,6 +123,23 @@ class TorchBackend:
             self.interleaver.advance(Phase.RESULT)
             self.interleaver.advance(Phase.OVER)
         return None
+
+
+def _compact(event: Ended) -> Ended:
+    """The event with saved views in memory of their own, not in that of what they look into."""
+    made: dict[int, Any] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        size = tensor.numel() * tensor.element_size()
+        if tensor.untyped_storage().nbytes() <= size:
+            return tensor
+        return made.setdefault(id(tensor), tensor.clone())
+
+    for name, value in event.saves.items():
+        # What needs no change stays the very object, so that one under two names stays one.
+        if any(own(tensor) is not tensor for _, tensor in tensors(value)):
+            event.saves[name] = made.setdefault(id(value), map_tensors(value, own))
+    return event
 
 
 class CausalBackend(TorchBackend):
@@ -137,6 +159,7 @@ class CausalBackend(TorchBackend):
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
         for invoke in invokes:
+            invoke.sampling = normalise(invoke.sampling)
             _SAMPLING.check(invoke.sampling)
         yield from super().submit(invokes)
 

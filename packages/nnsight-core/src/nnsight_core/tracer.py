@@ -12,6 +12,7 @@ from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, pus
 from nnsight_core.errors import BlockError, LocationError, ProtocolError
 from nnsight_core.outputs import RESULT_LATER, LateResult, RequestOutput
 from nnsight_core.run import current_run
+from nnsight_core.sampling import merge
 
 if TYPE_CHECKING:
     from nnsight_core.model import Model
@@ -32,7 +33,8 @@ class BlockTracer:
     def invoke(self, *_: Any, **__: Any) -> None:
         raise LocationError(
             "tracer.invoke stands inside a block: a trace that was given a prompt has no invokes. "
-            "Write `with model.trace() as tracer:` and one `with tracer.invoke(prompt):` per prompt."
+            "Write `with model.trace() as tracer:`, and in it `with tracer.invoke(prompt):` for "
+            "each prompt."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +112,7 @@ class Tracer(_Captured):
             raise LocationError("tracer.invoke belongs inside the body of its own trace.")
         if prompt is NO_PROMPT:
             raise ValueError("An invoke needs a prompt: `with tracer.invoke(prompt):`.")
-        return InvokeContext(self, prompt, {**self._sampling, **sampling})
+        return InvokeContext(self, prompt, merge(self._sampling, sampling))
 
     def __enter__(self) -> Tracer:
         if current_run() is not None:
@@ -152,9 +154,16 @@ class Tracer(_Captured):
         # A frame that is held keeps everything in it alive.
         self._frames = []
         self._frame = self._block = None
+        self._invokes = []
 
     def _run(self) -> None:
         invokes, frames = self._invokes, self._frames
+        try:
+            self._run_all(invokes, frames)
+        finally:
+            self._forget()
+
+    def _run_all(self, invokes: list[Invoke], frames: list[FrameType]) -> None:
         outcomes = [_Outcome() for _ in invokes]
         failure: BaseException | None = None
         try:
@@ -168,10 +177,9 @@ class Tracer(_Captured):
         if frames:
             for name, value in self.saves.items():
                 for frame, invoke in zip(frames, invokes, strict=True):
-                    if invoke.block is not None and name in invoke.block.code.names.binds:
+                    if _binds(invoke, name):
                         push(frame, {name: value})
                         break
-        self._forget()
         errors = [e for outcome in outcomes for e in outcome.errors]
         if isinstance(failure, ProtocolError):
             failure.arrived = dict(self.saves)
@@ -271,12 +279,16 @@ def _by_name(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
     found = [outcome.names() for outcome in outcomes]
     names: dict[str, Any] = {}
     for name in dict.fromkeys(name for saved in found for name in saved):
-        may = [i.block is not None and name in i.block.code.names.binds for i in invokes]
+        may = [name in saved or _binds(i, name) for i, saved in zip(invokes, found, strict=True)]
         if sum(may) > 1:
             names[name] = [saved.get(name) for saved in found]
         else:
             names[name] = next(saved[name] for saved in found if name in saved)
     return names
+
+
+def _binds(invoke: Invoke, name: str) -> bool:
+    return invoke.block is not None and name in invoke.block.code.names.binds
 
 
 def _raise(errors: list[BaseException], invokes: int) -> None:

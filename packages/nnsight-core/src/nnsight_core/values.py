@@ -29,16 +29,23 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of a structure with how it is reached (`[0]`, `['hidden_states']`, or empty)."""
-    if isinstance(value, Tensor):
-        yield "", value
-    elif isinstance(value, tuple | list):
+    for path, leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            yield path, leaf
+
+
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Each part of a structure that is no container, with how it is reached."""
+    if isinstance(value, tuple | list):
         for index, part in enumerate(value):
-            for path, tensor in tensors(part):
-                yield f"[{index}]{path}", tensor
+            for path, leaf in leaves(part):
+                yield f"[{index}]{path}", leaf
     elif isinstance(value, dict):
         for key, part in value.items():
-            for path, tensor in tensors(part):
-                yield f"[{key!r}]{path}", tensor
+            for path, leaf in leaves(part):
+                yield f"[{key!r}]{path}", leaf
+    else:
+        yield "", value
 
 
 def describe(value: Any) -> str:

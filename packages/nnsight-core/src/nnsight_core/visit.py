@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from nnsight_core.errors import WriteError
 from nnsight_core.locations import Location
 from nnsight_core.run import Run
-from nnsight_core.values import map_tensors
+from nnsight_core.values import dtype_name, map_tensors, tensors
 
 
 class Rows(Protocol):
@@ -67,13 +68,15 @@ class Visit:
         """The tensors that the run wrote in place or replaced, by their index.
 
         Raises:
-            WriteError: what was written has no rows of this request, or lost its shape.
+            WriteError: what was written has no rows of this request, or lost its shape or dtype.
         """
-        if given is self.value:
-            new = [copy.private for copy in self.copies]
-        else:
-            new = []
-            map_tensors(given, lambda tensor: new.append(tensor))
+        # A list or a dict that was served may have got other tensors, so it is looked at again.
+        new = [tensor for _, tensor in tensors(given)]
+        if len(new) != len(self.copies):
+            raise WriteError(
+                f"{self.location} holds {len(self.copies)} tensors and was left with {len(new)}: a "
+                "write must keep how the value is built."
+            )
         changed: dict[int, Tensor] = {}
         for index, (copy, now) in enumerate(zip(self.copies, new, strict=True)):
             if now is copy.private and now._version == copy.version:
@@ -85,11 +88,25 @@ class Visit:
                 )
             if now.shape != copy.rows.shape:
                 raise WriteError(
-                    f"{self.location} was resized in place from {list(copy.rows.shape)} to "
+                    f"{self.location} was changed from {list(copy.rows.shape)} to "
                     f"{list(now.shape)}: a write must keep the rows and the width."
+                )
+            if now.dtype != copy.rows.dtype:
+                raise WriteError(
+                    f"{self.location} was changed from {dtype_name(copy.rows.dtype)} to "
+                    f"{dtype_name(now.dtype)}: a write must keep the dtype."
                 )
             changed[index] = now
         return changed
+
+    def of_model(self, changed: dict[int, Tensor]) -> bool:
+        """Whether a tensor that was written lies in the model's own parameters."""
+        rows = [self.copies[index].rows for index in changed]
+        return any(
+            isinstance(r, Parameter) or isinstance(r._base, Parameter)
+            for r in rows
+            if r is not None
+        )
 
     def put_back(self, changed: dict[int, Tensor]) -> None:
         """Copy what was written over the rows it came from."""

@@ -124,9 +124,7 @@ def _visit(
 
 
 @contextmanager
-def recording(
-    interleaver: Interleaver, record: Callable[[Location, Any], None]
-) -> Iterator[None]:
+def recording(interleaver: Interleaver, record: Callable[[Location, Any], None]) -> Iterator[None]:
     """While it lasts, every visit goes to `record` instead of to runs."""
 
     def arrive(location: Location, value: Any) -> Any:

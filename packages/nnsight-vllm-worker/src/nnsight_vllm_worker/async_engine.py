@@ -64,12 +64,14 @@ class AsyncEngine:
             EngineError: the engine cannot be built, with the root cause.
             ValueError: a setting that cannot be had.
         """
+        chosen = apply(arguments)
         receiver = Receiver()
         llm: Any = None
         try:
             with startup.root_cause():
-                llm = async_startup.build_async_llm(model, apply(arguments))
-                trees = await llm.collective_rpc("nnsight_attach", args=(receiver.address, pickle))
+                llm = async_startup.build_async_llm(model, chosen)
+                attaching = ("nnsight_attach", (receiver.address, pickle))
+                trees = await async_startup.call_workers(llm, *attaching)
             return cls(llm, receiver, ModelTree.model_validate_json(trees[0]))
         except BaseException:
             receiver.close()
@@ -133,7 +135,13 @@ class AsyncEngine:
         if self._closed:
             raise EngineDeadError("The engine was closed.")
         try:
-            return await self.llm.collective_rpc(method, args=args)
+            return await async_startup.call_workers(self.llm, method, args)
+        except startup.dead_errors() as error:
+            raise EngineDeadError(DEAD) from error
+
+    async def _abort(self, keys: list[str]) -> None:
+        try:
+            await async_startup.abort(self.llm, keys)
         except startup.dead_errors() as error:
             raise EngineDeadError(DEAD) from error
 
@@ -193,7 +201,7 @@ class _Run:
             left = [running for running in self._requests if await running.cancel()]
             if left:
                 keys = [running.key for running in left]
-                await async_startup.abort(self._engine.llm, keys)
+                await self._engine._abort(keys)
                 await self._engine._rpc("nnsight_forget", keys)
             if self._used:
                 await self._engine._release(self._digests)
@@ -221,12 +229,13 @@ class _Running:
         self._queue = queue
         self._progress = Progress(request)
         self._came = asyncio.Event()
-        self._generated = False
+        self._generating = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Give the request to the engine."""
         self._engine._running[self.key] = self
+        self._generating = True
         self._task = asyncio.create_task(self._bring())
 
     def take(self, frame: Frame) -> None:
@@ -234,7 +243,8 @@ class _Running:
         if self._progress.take(frame):
             self._queue.put_nowait((self.key, frame))
         self._came.set()
-        if self._progress.failed and not self._generated and self._task is not None:
+        if self._progress.failed and self._generating and self._task is not None:
+            self._generating = False
             self._task.cancel()
 
     async def cancel(self) -> bool:
@@ -247,7 +257,7 @@ class _Running:
         return True
 
     async def _bring(self) -> None:
-        what: Output | None
+        what: Output | None = None
         try:
             what = await self._finish()
         except asyncio.CancelledError:
@@ -258,12 +268,14 @@ class _Running:
             what = EngineDeadError(DEAD)
         except Exception as error:
             what = error
-        self._queue.put_nowait((self.key, what))
+        finally:
+            # Whatever has happened, nobody waits for this request any longer.
+            self._queue.put_nowait((self.key, what))
 
     async def _finish(self) -> RequestOutput:
         """The request's output, once its blocks have said everything before it."""
         output = output_of(await async_startup.generate(self._engine.llm, self._request))
-        self._generated = True
+        self._generating = False
         await self._until(lambda: self._progress.answered)
         if not self._progress.ended:
             await self._engine._rpc("nnsight_result", self.key, output.model_dump_json())
@@ -273,7 +285,7 @@ class _Running:
     async def _drop(self) -> Output | None:
         """A block of it has failed: nothing of it goes on."""
         try:
-            await async_startup.abort(self._engine.llm, [self.key])
+            await self._engine._abort([self.key])
             if self._request.sequences > 1:
                 # Blocks of its other sequences may be waiting for an output that will not come.
                 await self._engine._rpc("nnsight_forget", [self.key])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nnsight_core.backend import Event, Finished, Invoke
+from nnsight_core.backend import Ended, Event, Finished, Invoke
 from nnsight_core.tree import ModelTree
+from nnsight_core.values import map_tensors
 from nnsight_core.wire.blocks import check_block, decode_event, encode_block, known_errors
 from nnsight_core.wire.code import CodeEncoder
 from nnsight_core.wire.frames import Buffer, Frame
@@ -21,14 +22,22 @@ class LocalBackend:
     Args:
         engine: gives the engine, building it when it is first needed.
         tokenizer: gives the model's tokenizer.
+        pickle: whether blocks may hold what only cloudpickle ships.
+        device: where saved tensors arrive.
     """
 
     def __init__(
-        self, engine: Callable[[], SyncEngine], tokenizer: Callable[[], Any], pickle: bool = True
+        self,
+        engine: Callable[[], SyncEngine],
+        tokenizer: Callable[[], Any],
+        *,
+        pickle: bool = True,
+        device: str = "cpu",
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._pickle = pickle
+        self._device = device
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
         engine = self._engine()
@@ -53,7 +62,7 @@ class LocalBackend:
             index = index_of[key]
             if isinstance(what, Frame):
                 known = known_errors(invokes[index])
-                yield decode_event(read_message(what), what, index, known)
+                yield self._placed(decode_event(read_message(what), what, index, known))
             elif isinstance(what, BaseException):
                 yield Finished(index, None, what)
             else:
@@ -65,9 +74,12 @@ class LocalBackend:
     def close(self) -> None:
         self._engine().close()
 
-    def _request(
-        self, tree: ModelTree, invoke: Invoke, blobs: dict[str, Buffer]
-    ) -> Request:
+    def _placed(self, event: Event) -> Event:
+        if isinstance(event, Ended) and self._device != "cpu":
+            event.saves = map_tensors(event.saves, lambda tensor: tensor.to(self._device))
+        return event
+
+    def _request(self, tree: ModelTree, invoke: Invoke, blobs: dict[str, Buffer]) -> Request:
         check_block(invoke, tree)
         encoder = CodeEncoder(self._pickle, self._tokenizer())
         block = encode_block(invoke, encoder)

@@ -1,7 +1,8 @@
 """The channel: frames from the worker to the process that holds the engine, as they are made.
 
 A local socket beside vLLM's own, so that nothing of ours waits for a round trip through the engine
-loop. Rank 0 sends, the holder of the engine receives.
+loop. Rank 0 sends, the holder of the engine receives. The sockets live in the process's own
+context: one that was collected with them would wait for them for ever.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ class Receiver:
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="nnsight-")
         self.address = f"ipc://{os.path.join(self._folder, 'frames')}"
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
+        self._socket = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(self.address)
 
@@ -41,7 +41,7 @@ class Receiver:
 
     def close(self) -> None:
         """Close the socket and remove its folder."""
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -49,8 +49,7 @@ class Sender:
     """The sending end, in the worker."""
 
     def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PUSH)
+        self._socket = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.set_hwm(0)
         self._socket.connect(address)
 
@@ -60,4 +59,4 @@ class Sender:
 
     def close(self) -> None:
         """Close the socket; what the receiver has not taken by then is dropped."""
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,13 +41,15 @@ class SyncEngine:
     """
 
     def __init__(self, model: str, arguments: dict[str, Any], pickle: bool = True) -> None:
+        chosen = apply(arguments)
         self._receiver = Receiver()
+        weakref.finalize(self, self._receiver.close)
         self._ledger = Ledger()
         self._lock = threading.Lock()
         self._closed = False
         try:
             with startup.root_cause():
-                self.llm = startup.build_llm(model, apply(arguments))
+                self.llm = startup.build_llm(model, chosen)
                 trees = self._rpc("nnsight_attach", self._receiver.address, pickle)
         except BaseException:
             self._receiver.close()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal
 
-from nnsight_core.backend import Backend
 from nnsight_core.errors import EngineDeadError
 from nnsight_core.model import Model
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.sampling import normalise
 from nnsight_core.tree import ModelTree
+from nnsight_core.tree_cache import keep_tree, load_tree
 from nnsight_vllm_worker.backend import LocalBackend
 from nnsight_vllm_worker.convert import output_of
 from nnsight_vllm_worker.engine import SyncEngine
 from nnsight_vllm_worker.prompts import prompt_of, sampling_of
 from nnsight_vllm_worker.settings import SETTINGS
+from nnsight_vllm_worker.vllm_ports.meta import tree_of
+from nnsight_vllm_worker.vllm_ports.startup import engine
 
 
 class VLLM(Model):
@@ -25,6 +27,7 @@ class VLLM(Model):
         repo: a model's name or folder, as vLLM takes it.
         mode: `sync`; an engine for asyncio is to come.
         dispatch: build the engine now; otherwise the first trace or generation does.
+        save_device: where saved tensors arrive, such as `cuda`; the CPU otherwise.
         **engine_args: whatever `vllm.LLM` takes. What we force or default is in
             `engine_settings()`.
 
@@ -45,13 +48,16 @@ class VLLM(Model):
         *,
         mode: Literal["sync", "async"] = "sync",
         dispatch: bool = False,
+        save_device: str = "cpu",
         **engine_args: Any,
     ) -> None:
         if mode not in ("sync", "async"):
             raise ValueError(f"mode={mode!r}: it is 'sync' or 'async'.")
         if mode == "async":
             raise ValueError("mode='async' is not there yet; use the default, 'sync'.")
-        super().__init__(backend=LocalBackend(self._dispatched, lambda: self.tokenizer))
+        super().__init__(
+            backend=LocalBackend(self._dispatched, lambda: self.tokenizer, device=save_device)
+        )
         self._repo = repo
         self._arguments = engine_args
         self._engine: SyncEngine | None = None
@@ -78,10 +84,18 @@ class VLLM(Model):
 
     @property
     def tree(self) -> ModelTree:
-        """The module tree as data: classes, dtypes and symbolic shapes of every location."""
-        if self._engine is None:
-            return self._undispatched_tree()
-        return self._engine.tree
+        """The module tree as data: classes, dtypes and symbolic shapes of every location.
+
+        Before the engine is built it is read from vLLM's classes and marked `provisional`, unless
+        an engine has recorded it on this machine before.
+        """
+        if self._places.tree is None:
+            tree = load_tree(self._repo, engine(), self._arguments)
+            if tree is None:
+                tree = tree_of(self._repo, self._arguments)
+                keep_tree(tree, self._repo, engine(), self._arguments)
+            self._places.tree = tree
+        return self._places.tree
 
     def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
         """Plain generation by vLLM, for one prompt or a list of them.
@@ -94,15 +108,17 @@ class VLLM(Model):
         named = normalise(sampling)
         lora = named.pop("lora_request", None)
         params = sampling_of(named)
-        engine = self._dispatched()
+        llm = self._dispatched().llm
         return [
             output_of(o)
-            for o in engine.llm.generate(given, params, use_tqdm=len(given) > 1, lora_request=lora)
+            for o in llm.generate(given, params, use_tqdm=len(given) > 1, lora_request=lora)
         ]
 
     def engine_settings(self) -> str:
         """What is forced or defaulted on vLLM's engine, each with its reason, as a table."""
-        rows = [(s.name, str(s.value), "forced" if s.forced else "default", s.reason) for s in SETTINGS]
+        rows = [
+            (s.name, str(s.value), "forced" if s.forced else "default", s.reason) for s in SETTINGS
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
@@ -121,11 +137,5 @@ class VLLM(Model):
         if self._engine is None:
             self._engine = SyncEngine(self._repo, self._arguments)
             self._places.tree = self._engine.tree
+            keep_tree(self._engine.tree, self._repo, engine(), self._arguments)
         return self._engine
-
-    def _backend_for(self, arguments: dict[str, Any]) -> Backend:
-        assert self._backend is not None
-        return self._backend
-
-    def _undispatched_tree(self) -> ModelTree:
-        return self._dispatched().tree

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nnsight_core.sampling import SamplingNames, normalise
+from nnsight_vllm_worker.vllm_ports.startup import refusals
 
 _OURS = frozenset(("extra_args", "output_kind", "skip_clone", "skip_reading_prefix_cache"))
 
@@ -64,7 +65,8 @@ def sampling_of(arguments: Mapping[str, Any]) -> Any:
     ]
     named = normalise(arguments)
     SamplingNames(names).check(named)
-    return SamplingParams(**named)
+    with refusals():
+        return SamplingParams(**named)
 
 
 def _ids(ids: Any, mask: Any) -> list[int]:

@@ -138,9 +138,7 @@ class Tracing:
             traced.waits = True
             del self.requests[traced.request]
             self.waiting[traced.key, traced.sequence] = traced
-            self._emit(
-                EndedMessage(key=traced.key, sequence=traced.sequence, waits=True).frame()
-            )
+            self._emit(EndedMessage(key=traced.key, sequence=traced.sequence, waits=True).frame())
 
     def printed(self, traced: Traced, text: str) -> None:
         """A block printed something."""
@@ -194,7 +192,9 @@ class Tracing:
 
 
 def _print(printed: Callable[[Traced, str], None]) -> Callable[..., None]:
-    def block_print(*values: Any, sep: str | None = None, end: str | None = None, **rest: Any) -> None:
+    def block_print(
+        *values: Any, sep: str | None = None, end: str | None = None, **rest: Any
+    ) -> None:
         run = current_run()
         file = rest.get("file")
         if run is None or file not in (None, sys.stdout):

@@ -53,7 +53,7 @@ class Steps:
             self.tracing.come(request, extra, prompt, cached)
 
     def begin(self, batch: list[tuple[str, int]]) -> None:
-        """The forward pass is about to run on this batch: each request's id and tokens, in order."""
+        """The forward pass is about to run on this batch: ids and tokens of requests, in order."""
         self.way = Way.PLAIN
         traced = self.tracing.requests
         starting = [traced[r] for r, _ in batch if r in traced and not traced[r].started]

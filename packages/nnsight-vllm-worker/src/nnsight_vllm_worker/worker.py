@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.node import Root
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.tree import ModelTree
-from nnsight_core.wire.frames import Frame
 from nnsight_core.watch import Watch, bare_tree
+from nnsight_core.wire.frames import Frame
 from nnsight_vllm_worker.blobs import Store
 from nnsight_vllm_worker.channel import Sender
 from nnsight_vllm_worker.record import record
@@ -48,7 +47,7 @@ class WorkerExtension:
         self._nnsight.store.drop(digests)
 
     def nnsight_result(self, key: str, outputs: str) -> None:
-        """Hand the finished output to the blocks that wait for it, and send what they make of it."""
+        """Hand the finished output to the blocks that wait for it; send what they make of it."""
         self._nnsight.result(key, outputs)
 
     def nnsight_forget(self, keys: list[str]) -> None:
@@ -134,5 +133,3 @@ def _recorded(
         location.repeats = location in seen.repeated
         rows.know(location, infos)
     return seen.tree(tree, watch)
-
-

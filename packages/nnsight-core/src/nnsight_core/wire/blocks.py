@@ -125,9 +125,7 @@ def decode_event(
             error = None
             if message.error is not None:
                 error = rebuild_error(message.error, frame.buffers, known)
-            notes = [
-                Noted(w.category(), w.message, w.filename, w.line) for w in message.warnings
-            ]
+            notes = [Noted(w.category(), w.message, w.filename, w.line) for w in message.warnings]
             value = saves.pop(VALUE, None)
             return Ended(invoke, message.sequence, saves, value, error, notes)
         case FinishedMessage():

@@ -22,8 +22,8 @@ import pickle
 import site
 import sys
 import sysconfig
-import textwrap
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -71,6 +71,9 @@ class CodeEncoder(Encoder):
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
             return {"$": "record", "class": self._encode(type(value)), "v": self._names(parts)}
+        known = _library_name(value)
+        if known is not None:
+            return known
         try:
             return super().form(value)
         except EncodeError:
@@ -116,9 +119,9 @@ class CodeEncoder(Encoder):
     def _function(self, function: FunctionType) -> dict[str, Json]:
         if _installed(function.__module__) and "<locals>" not in function.__qualname__:
             return _path(function.__module__, function.__qualname__)
-        plain = inspect.unwrap(function)
+        plain, decorated = _defined(function)
         try:
-            source, line, lazy, names = _source_of(plain)
+            source, line, lazy, names = _source_of(plain, decorated)
         except CaptureError as error:
             return self._pickled(function, str(error))
         return {
@@ -327,7 +330,12 @@ class CodeDecoder(Decoder):
     def _nn(self, form: dict[str, Json]) -> nn.Module:
         cls = self.decode(form["class"])
         module = cls.__new__(cls)
-        module.__dict__.update({k: self.decode(v) for k, v in form["state"].items()})
+        nn.Module.__init__(module)
+        for name, value in form["state"].items():
+            made = self.decode(value)
+            # Hooks are registered in ordered dicts, which travel as plain ones.
+            ordered = isinstance(module.__dict__.get(name), OrderedDict)
+            module.__dict__[name] = OrderedDict(made) if ordered else made
         return module
 
     def _record(self, form: dict[str, Json]) -> Any:
@@ -359,27 +367,103 @@ class _Late:
         return self._scope[self._name](*args, **kwargs)
 
 
-def _source_of(thing: FunctionType | type) -> tuple[str, int, bool, dict[str, Any]]:
-    """A function's or class's source as a block, its first line, whether it leaves annotations
-    alone, and the values that it needs."""
+def _defined(function: FunctionType) -> tuple[FunctionType, bool]:
+    """The function whose text says what this one is, and whether its decorators belong to that.
+
+    One that was decorated where it is defined travels as that text. Any other travels as it is, and
+    what it wraps is among the values that it needs.
+    """
+    plain: Any = function
+    layers = 0
+    while isinstance(getattr(plain, "__wrapped__", None), FunctionType):
+        plain = plain.__wrapped__
+        layers += 1
+    if layers:
+        try:
+            lines, _ = inspect.getsourcelines(plain.__code__)
+            node = _definition("".join(lines))
+        except (OSError, TypeError, SyntaxError):
+            node = None
+        if isinstance(node, ast.FunctionDef) and len(node.decorator_list) == layers:
+            return plain, True
+    return function, False
+
+
+def _definition(text: str) -> ast.AST:
+    """The statement that a function's or class's text is, with lines counted from 1."""
+    if text[:1] not in (" ", "\t"):
+        return ast.parse(text).body[0]
+    wrapper = ast.parse("if 1:\n" + text)
+    ast.increment_lineno(wrapper, -1)
+    return wrapper.body[0].body[0]  # type: ignore[attr-defined]
+
+
+def _source_of(
+    thing: FunctionType | type, decorated: bool = True
+) -> tuple[str, int, bool, dict[str, Any]]:
+    """A function's or class's source, its first line, whether it leaves annotations alone, and the
+    values that it needs."""
+    is_function = isinstance(thing, FunctionType)
+    given: dict[str, Any] = {}
     try:
-        lines, line = inspect.getsourcelines(thing)
-    except (OSError, TypeError):
+        lines, line = inspect.getsourcelines(thing.__code__ if is_function else thing)
+        text = "".join(lines)
+        if is_function and thing.__name__ == "<lambda>":
+            text, given = _lambda_text(thing)
+            text = f"    {_RESULT} = {text}\n"
+        elif is_function:
+            node = _definition(text)
+            if getattr(node, "name", None) != thing.__code__.co_name:
+                raise CaptureError("its file was changed since it was imported")
+            assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            text, given = _with_defaults(text, node.args, thing)
+            if not decorated:
+                text = "".join(text.splitlines(keepends=True)[node.lineno - 1 :])
+                line += node.lineno - 1
+    except (OSError, TypeError, SyntaxError):
         raise CaptureError("its source cannot be had") from None
     filename = inspect.getsourcefile(thing) or "<unknown>"
-    if isinstance(thing, FunctionType) and thing.__name__ == "<lambda>":
-        text = f"    {_RESULT} = {_lambda_text(thing)}\n"
-    else:
-        text = textwrap.indent(textwrap.dedent("".join(lines)), "    ")
-    inner = [thing] if isinstance(thing, FunctionType) else list(vars(thing).values())
-    functions = [f for f in inner if isinstance(f, FunctionType)]
-    lazy = any(is_lazy(f.__code__.co_flags) for f in functions)
+    functions = [thing] if is_function else _methods(thing)
+    # Annotations of a function are for its readers, and may name what cannot be shipped.
+    lazy = is_function or any(is_lazy(f.__code__.co_flags) for f in functions)
     code = compile_block(text, filename, line, "<module>", lazy)
     known: dict[str, Any] = dict(vars(sys.modules.get(thing.__module__, builtins)))
     for function in functions:
         known |= {**function.__globals__, **_cells(function)}
+    known |= given
     names = {name: known[name] for name in code.names.needs if name in known}
     return text, line, lazy, names
+
+
+def _methods(cls: type) -> list[FunctionType]:
+    return [f for f in vars(cls).values() if isinstance(f, FunctionType)]
+
+
+def _with_defaults(
+    text: str, args: ast.arguments, function: FunctionType
+) -> tuple[str, dict[str, Any]]:
+    """A function's text with names for its parameters' defaults, and what these held when it was
+    made: an expression may give another value later (`lambda x, i=i: x * i` in a loop)."""
+    plain = [*args.posonlyargs, *args.args]
+    pairs = list(zip(reversed(plain), reversed(args.defaults), strict=False))
+    pairs += [(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d]
+    made = dict(
+        zip(reversed([a.arg for a in plain]), reversed(function.__defaults__ or ()), strict=False)
+    )
+    made |= function.__kwdefaults__ or {}
+    lines = [line.encode() for line in text.splitlines(keepends=True)]
+    names: dict[str, Any] = {}
+    for argument, default in sorted(pairs, key=lambda p: (-p[1].lineno, -p[1].col_offset)):
+        if isinstance(default, ast.Constant) or argument.arg not in made:
+            continue
+        name = f"default_of_{argument.arg}"
+        names[name] = made[argument.arg]
+        first, last = default.lineno - 1, (default.end_lineno or default.lineno) - 1
+        before, after = lines[first][: default.col_offset], lines[last][default.end_col_offset :]
+        # Lines that the expression took stay, so that those below keep their numbers.
+        one = before + name.encode() + b"\n" * (last - first) + after
+        lines[first : last + 1] = [one, *[b""] * (last - first)]
+    return b"".join(lines).decode(), names
 
 
 def _cells(function: FunctionType) -> dict[str, Any]:
@@ -394,8 +478,8 @@ def _cells(function: FunctionType) -> dict[str, Any]:
     return found
 
 
-def _lambda_text(function: FunctionType) -> str:
-    """A lambda's own text, found by where its code stands in the file."""
+def _lambda_text(function: FunctionType) -> tuple[str, dict[str, Any]]:
+    """A lambda's own text, found by where its code stands in the file, and its defaults."""
     code = function.__code__
     source = "".join(linecache.getlines(code.co_filename)) or inspect.getsource(function)
     places = {p[:1] + p[2:3] for p in code.co_positions() if p[2] is not None}
@@ -403,7 +487,9 @@ def _lambda_text(function: FunctionType) -> str:
         if isinstance(node, ast.Lambda) and (node.body.lineno, node.body.col_offset) in places:
             text = ast.get_source_segment(source, node)
             if text is not None:
-                return f"({text})"
+                found = ast.parse(text := f"({text})", mode="eval").body
+                assert isinstance(found, ast.Lambda)
+                return _with_defaults(text, found.args, function)
     raise CaptureError("the lambda cannot be found in its source")
 
 
@@ -426,6 +512,16 @@ def content_of(tensor: Tensor) -> tuple[str, memoryview]:
 def digest_of(data: Buffer) -> str:
     """The name of some content: BLAKE2b of 20 bytes, as hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+def _library_name(value: Any) -> dict[str, Json] | None:
+    """The path of what is no function or class but known by name: `Optional`, `np.exp`."""
+    kind = type(value).__module__
+    if kind in ("typing", "numpy"):
+        name = getattr(value, "_name" if kind == "typing" else "__name__", None)
+        if isinstance(name, str) and getattr(sys.modules[kind], name, None) is value:
+            return _path(kind, name)
+    return None
 
 
 def _path(module: str, name: str) -> dict[str, Json]:

@@ -24,11 +24,9 @@ from nnsight_core.values import dtype_name
 from nnsight_core.wire.frames import Buffer
 
 Json = Any
-MAX_DEPTH = 200
+MAX_DEPTH = 100
 
-_DTYPES = {
-    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
-}
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class Encoder:
@@ -53,10 +51,19 @@ class Encoder:
             EncodeError: it, or something in it, is no data.
         """
         self._at.append(name)
+        before = len(self._seen), len(self.buffers)
         try:
             if len(self._at) > MAX_DEPTH:
                 raise EncodeError(f"{self.where()} is nested more than {MAX_DEPTH} deep.")
             return self._encode(value)
+        except (EncodeError, RecursionError) as error:
+            # Nothing later may refer to a part of what did not go.
+            while len(self._seen) > before[0]:
+                self._seen.popitem()
+            del self.buffers[before[1] :]
+            if isinstance(error, RecursionError):
+                raise EncodeError(f"{self.where()} is nested too deep.") from None
+            raise
         finally:
             self._at.pop()
 
@@ -88,7 +95,7 @@ class Encoder:
 
     def form(self, value: Any) -> dict[str, Json]:
         """The tagged form of a value that is no scalar."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind is list or kind is tuple or kind in (set, frozenset):
             return {"$": kind.__name__, "v": self._parts(value)}
         if kind is dict:
@@ -97,13 +104,6 @@ class Encoder:
             return self.tensor(value)
         if isinstance(value, numpy.ndarray):
             return self._array(value)
-        if isinstance(value, torch.Size):
-            return {"$": "size", "v": list(value)}
-        if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            named = {"module": kind.__module__, "name": kind.__qualname__}
-            return {"$": "named", **named, "k": list(kind._fields), "v": self._parts(value)}
-        if isinstance(value, dict):
-            return self._dict(value)
         if kind in (bytes, bytearray):
             return {"$": kind.__name__, "b": self.buffer(bytes(value))}
         if kind is complex:
@@ -118,6 +118,15 @@ class Encoder:
             return {"$": "range", "v": [value.start, value.stop, value.step]}
         if value is Ellipsis:
             return {"$": "ellipsis"}
+        if isinstance(value, torch.Size):
+            return {"$": "size", "v": list(value)}
+        # What `x.topk(3)` and its like give back has its fields under the other name.
+        fields = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", None)
+        if isinstance(value, tuple) and fields:
+            named = {"module": kind.__module__, "name": kind.__qualname__}
+            return {"$": "named", **named, "k": list(fields), "v": self._parts(value)}
+        if isinstance(value, dict):
+            return self._dict(value)
         if isinstance(value, numpy.generic):
             return {**self._array(numpy.asarray(value)), "$": "scalar"}
         if isinstance(value, int | float | str):  # an enum's member or another subclass
@@ -153,7 +162,7 @@ class Encoder:
                 f"{self.where()} is an array of {array.dtype}; only arrays of numbers ship."
             )
         little = numpy.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        data = memoryview(little.reshape(-1).view(numpy.uint8))
+        data = _view(little.reshape(-1).view(numpy.uint8))
         form = {"dtype": little.dtype.str, "shape": list(array.shape)}
         return {"$": "array", **form, "b": self.buffer(data)}
 
@@ -190,8 +199,8 @@ class Decoder:
             raise ProtocolError("A typed value is neither a scalar nor a tagged object.")
         self._depth += 1
         try:
-            if self._depth > 4 * MAX_DEPTH:
-                raise ProtocolError(f"A typed value is nested more than {4 * MAX_DEPTH} deep.")
+            if self._depth > 2 * MAX_DEPTH:
+                raise ProtocolError(f"A typed value is nested more than {2 * MAX_DEPTH} deep.")
             return self._tagged(form)
         except ProtocolError:
             raise
@@ -245,9 +254,9 @@ class Decoder:
         return tensor_of(self._buffer(form), form["dtype"], form["shape"])
 
     def _array(self, form: dict[str, Json]) -> numpy.ndarray:
-        dtype = numpy.dtype(form["dtype"])
-        if dtype.hasobject:
-            raise ProtocolError("An array of objects is not accepted.")
+        dtype = numpy.dtype(str(form["dtype"]))
+        if dtype.kind not in "biufcmMSU" or dtype.hasobject:
+            raise ProtocolError(f"An array of {dtype} is not accepted.")
         return numpy.frombuffer(self._buffer(form), dtype).reshape(form["shape"]).copy()
 
     def _buffer(self, form: dict[str, Json]) -> Buffer:
@@ -271,17 +280,24 @@ class Decoder:
 
     def _named(self, form: dict[str, Json]) -> Any:
         """A named tuple: of its own class if this process has it, else of one made like it."""
-        found: Any = sys.modules.get(form["module"])
-        for part in str(form["name"]).split("."):
-            found = getattr(found, part, None)
+        found = loaded(form["module"], form["name"])
         fields = [str(k) for k in form["k"]]
         if not (
             isinstance(found, type)
             and issubclass(found, tuple)
             and list(getattr(found, "_fields", ())) == fields
         ):
-            found = namedtuple(form["name"].rpartition(".")[2], fields)  # type: ignore[misc]  # noqa: PYI024
+            found = namedtuple(form["name"].rpartition(".")[2], fields)  # type: ignore[misc]
         return tuple.__new__(found, self._parts(form))
+
+
+def loaded(module: str, name: str) -> Any:
+    """What this process already has under a name; nothing is imported or run to find it."""
+    found: Any = sys.modules.get(module)
+    for part in str(name).split("."):
+        # Not getattr: a module's own `__getattr__` may import more.
+        found = getattr(found, "__dict__", {}).get(part)
+    return found
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -289,7 +305,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
-    return memoryview(flat.view(torch.uint8).numpy())
+    return _view(flat.view(torch.uint8).numpy())
 
 
 def tensor_of(data: Buffer, dtype: str, shape: list[int]) -> Tensor:
@@ -309,8 +325,12 @@ def tensor_of(data: Buffer, dtype: str, shape: list[int]) -> Tensor:
         )
     tensor = torch.empty(shape, dtype=made_of)
     if count:
-        memoryview(tensor.reshape(-1).view(torch.uint8).numpy())[:] = memoryview(data).cast("B")
+        _view(tensor.reshape(-1).view(torch.uint8).numpy())[:] = memoryview(data).cast("B")
     return tensor
+
+
+def _view(array: Any) -> memoryview:
+    return memoryview(array)
 
 
 def _text(value: str) -> Json:
@@ -322,9 +342,9 @@ def _text(value: str) -> Json:
 
 
 def _base_of(value: Any) -> Any:
-    for base in (bool, int, float, str):
+    for base in (int, float, str):
         if isinstance(value, base):
-            return base(value.value if hasattr(value, "value") else value)
+            return base(getattr(value, "value", value))
     raise TypeError(type(value))
 
 

@@ -8,17 +8,15 @@ that it reads like one of this process.
 from __future__ import annotations
 
 import ast
-import builtins
 import linecache
-import sys
 from collections.abc import Iterable
 from types import CodeType, TracebackType
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from nnsight_core.errors import BlockError, EncodeError, ProtocolError
-from nnsight_core.wire.data import Decoder, Encoder
+from nnsight_core.errors import BlockError, EncodeError
+from nnsight_core.wire.data import Decoder, Encoder, loaded
 from nnsight_core.wire.frames import Buffer
 
 
@@ -80,19 +78,31 @@ def rebuild_error(
     """
     cls = _class_of(record, known)
     error: BaseException | None = None
-    if cls is not None and record.args is not None:
-        try:
-            args = [Decoder(buffers).decode(a) for a in record.args]
-            # The class's own __init__ is not run: it may want what does not travel.
-            error = cls.__new__(cls, *args)
-            error.args = tuple(args)
-        except (TypeError, ValueError, ProtocolError):
-            error = None
+    if cls is not None:
+        args = [record.message]
+        if record.args is not None:
+            decoder = Decoder(buffers)
+            args = [decoder.decode(a) for a in record.args]
+        error = _made(cls, args) or _made(cls, [record.message])
     if error is None:
         error = BlockError(f"{record.name}: {record.message}")
     for note in record.notes:
         error.add_note(note)
     return error.with_traceback(_traceback(record.frames))
+
+
+def _made(cls: type[BaseException], args: list[Any]) -> BaseException | None:
+    """An error of a class with these arguments, without what the class itself does to them."""
+    # A class's own __init__ may want what does not travel; that of Python's class below it is run,
+    # since some of those keep their text outside `args`.
+    base = next(b for b in cls.__mro__ if b.__module__ == "builtins")
+    try:
+        error = cls.__new__(cls, *args)
+        base.__init__(error, *args)
+        error.args = tuple(args)
+    except Exception:
+        return None
+    return error
 
 
 def _message(error: BaseException) -> str:
@@ -116,14 +126,10 @@ def _frames(traceback: TracebackType | None) -> Iterable[FrameRecord]:
 
 
 def _class_of(record: ErrorRecord, known: Iterable[type]) -> type[BaseException] | None:
-    found: Any = None
+    found = loaded(record.module or "builtins", record.name)
     for cls in known:
         if (cls.__module__, cls.__qualname__) == (record.module, record.name):
             found = cls
-    if found is None:
-        found = sys.modules.get(record.module) or (builtins if not record.module else None)
-        for part in record.name.split("."):
-            found = getattr(found, part, None)
     return found if isinstance(found, type) and issubclass(found, BaseException) else None
 
 

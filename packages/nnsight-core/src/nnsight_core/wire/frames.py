@@ -15,6 +15,7 @@ and read on later.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class Frame:
     def parts(self, compress: bool = False) -> list[Buffer]:
         """The frame as pieces that follow one another; buffers are not copied."""
         lengths = [memoryview(b).nbytes for b in self.buffers]
-        header = orjson.dumps({**self.header, "buffers": lengths})
+        header = _json({**self.header, "buffers": lengths})
         body: list[Buffer] = []
         for buffer, length in zip(self.buffers, lengths, strict=True):
             body.append(buffer)
@@ -186,6 +187,14 @@ def _frame(header: bytes, body: bytes, packed: bool, limit: int | None) -> Frame
     return Frame(fields, buffers)
 
 
+def _json(header: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(header)
+    except TypeError:  # a text with a lone surrogate (a strange file name), which UTF-8 has not
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":"))
+        return text.encode("utf-8", "replace")
+
+
 def _compressor() -> Any:
     import zstandard
 
@@ -202,7 +211,7 @@ def _unpack(body: bytes, expected: int) -> bytes:
                 f"A packed body says {size} bytes where its header says {expected}."
             )
         return zstandard.ZstdDecompressor().decompress(body, max_output_size=expected)
-    except zstandard.ZstdError as error:
+    except (zstandard.ZstdError, MemoryError, OverflowError) as error:
         raise ProtocolError(f"A packed body cannot be unpacked: {error}.") from None
 
 

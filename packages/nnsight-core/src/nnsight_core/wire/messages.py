@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nnsight_core.errors import ProtocolError
 from nnsight_core.outputs import RequestOutput
+from nnsight_core.wire.data import loaded
 from nnsight_core.wire.errors import ErrorRecord
 from nnsight_core.wire.frames import Buffer, Frame
 
@@ -95,10 +96,7 @@ class WarningData(BaseModel):
 
     def category(self) -> type[Warning]:
         """Its class here; `UserWarning` if this process does not have it."""
-        import sys
-
-        found: Any = sys.modules.get(self.module)
-        found = getattr(found, self.name, None)
+        found = loaded(self.module, self.name)
         known = isinstance(found, type) and issubclass(found, Warning)
         return found if known else UserWarning
 

@@ -8,11 +8,13 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/engine/async_llm.py`):
   of an `EngineGenerateError`.
 - `abort(ids)` takes the ids that `generate` was given, and knows them from before the engine does.
 - `collective_rpc(method, args=...)` runs on every worker, after what was sent to the engine before.
-- `errored` says whether the engine has ended; `shutdown()` ends its processes.
+- `errored` says whether the engine has ended, and the task `output_handler` ends when it does;
+  `shutdown()` ends its processes.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from nnsight_vllm_worker.submission import Request
@@ -38,7 +40,7 @@ def build_async_llm(model: str, arguments: dict[str, Any]) -> Any:
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
     check_methods(llm, _METHODS)
-    check_attributes(llm, ("errored",))
+    check_attributes(llm, ("errored", "output_handler", "dead_error"))
     return llm
 
 
@@ -67,6 +69,25 @@ async def generate(llm: Any, request: Request) -> Any:
 async def abort(llm: Any, keys: list[str]) -> None:
     """End requests; those that have ended already are none of its business."""
     await llm.abort(keys)
+
+
+async def call_workers(llm: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
+    """Call a method of every worker.
+
+    Raises:
+        vllm's EngineDeadError: the engine has ended, or ends before it has answered (for which vLLM
+            would wait for ever).
+    """
+    if llm.errored:
+        raise llm.dead_error
+    call = asyncio.ensure_future(llm.collective_rpc(method, args=args))
+    try:
+        await asyncio.wait((call, llm.output_handler), return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            raise llm.dead_error
+        return call.result()
+    finally:
+        call.cancel()
 
 
 def is_alive(llm: Any) -> bool:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsight_core.errors import EngineError, NNsightError
+from nnsight_vllm_worker.vllm_ports import death
 
 CAUSES = "NNSIGHT_START_CAUSES"
 """Environment variable: the file into which a starting engine's processes write what failed."""
@@ -49,10 +50,13 @@ class _Causes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:
-            error = record.exc_info[1]
-            line = json.dumps({"type": type(error).__name__, "message": str(error)})
-            with self._path.open("a") as file:
-                file.write(line + "\n")
+            _write_cause(self._path, record.exc_info[1])
+
+
+def _write_cause(path: Path, error: BaseException) -> None:
+    line = json.dumps({"type": type(error).__name__, "message": str(error)})
+    with path.open("a") as file:
+        file.write(line + "\n")
 
 
 def read_causes(path: Path) -> str | None:
@@ -73,10 +77,13 @@ def root_cause() -> Iterator[None]:
         EngineError: the engine cannot be built.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise EngineError(
-            "This script is being imported by a process that the engine started. Put what builds "
-            'the model under `if __name__ == "__main__":`.'
+        error = EngineError(
+            "The engine starts processes that import this script again, which would build the "
+            'model once more. Put what builds it under `if __name__ == "__main__":`.'
         )
+        if CAUSES in os.environ:
+            _write_cause(Path(os.environ[CAUSES]), error)
+        raise error
     with tempfile.TemporaryDirectory(prefix="nnsight-") as folder:
         path = Path(folder) / "causes"
         os.environ[CAUSES] = str(path)
@@ -95,7 +102,9 @@ def build_llm(model: str, arguments: dict[str, Any]) -> Any:
     """A `vllm.LLM`."""
     from vllm import LLM
 
-    return LLM(model, **arguments)
+    llm = LLM(model, **arguments)
+    death.watch(llm)
+    return llm
 
 
 def add_request(llm: Any, key: str, request: Any) -> None:

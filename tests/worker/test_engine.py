@@ -1,0 +1,202 @@
+"""The engine as vLLM runs it by default, in processes of its own: its start, its end, its death."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from nnsight_core import EngineDeadError, EngineError
+from nnsight_vllm_worker import VLLM
+
+PROMPT = "The Eiffel Tower is in the city of"
+SETTINGS = {"dtype": "float32", "max_model_len": 256}
+
+
+def children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "VLLM" in p.name().upper()]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[None]:
+    """vLLM's default: the engine runs in processes of its own."""
+    before = os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    yield
+    if before is not None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+
+
+@pytest.fixture(scope="module")
+def model(processes: None, gpt2_path: str) -> Iterator[VLLM]:
+    with VLLM(gpt2_path, **SETTINGS) as model:
+        yield model
+
+
+def test_an_undispatched_model_knows_its_names(
+    gpt2_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = VLLM(gpt2_path)
+    assert not model.dispatched
+    assert "(0-11): GPT2Block" in str(model)
+    assert model.tree.provisional and len(model.transformer.h) == 12
+    assert model.tree.modules["transformer.h.3.attn"].operations
+    started = time.monotonic()
+    assert VLLM(gpt2_path).tree == model.tree
+    assert time.monotonic() - started < 1
+    assert not model.dispatched and model.tokenizer.decode([287]) == " Paris"
+
+
+def test_the_first_trace_builds_the_engine(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3) as tracer:
+        hidden = model.transformer.h[6].output.save()
+        out = tracer.result.save()
+    assert model.dispatched and not model.tree.provisional
+    assert hidden.shape == (8, 96) and out.outputs[0].text == " Paris"
+    assert children()
+
+
+def test_values_are_those_of_an_engine_in_this_process(model: VLLM, gpt2: Any, near: Any) -> None:
+    found = []
+    for one in (model, gpt2):
+        with one.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
+            one.transformer.h[3].mlp.output[:, :5] = 0
+            hidden = one.transformer.h[9].output.save()
+            length = len(tracer.result.outputs[0].text).save()
+        found.append((hidden, length))
+    near(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_many_traced_requests_at_once(model: VLLM) -> None:
+    with model.trace(temperature=0.0, max_tokens=2) as tracer:
+        for count in range(1, 41):
+            with tracer.invoke([287] * count):
+                hidden = model.transformer.h[2].output.save()
+    assert [h.shape[0] for h in hidden] == list(range(1, 41))
+    assert model._engine is not None and model._engine.counts()["live"] == 0
+
+
+def test_an_interrupted_trace_leaves_nothing(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = model._dispatched()
+    step = engine.llm.llm_engine.step
+    calls = 0
+
+    def interrupted() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine.llm.llm_engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        with model.trace(PROMPT, max_tokens=200, ignore_eos=True) as tracer:
+            out = len(tracer.result.outputs).save()
+    monkeypatch.undo()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
+        out = tracer.result.save()
+    assert out.outputs[0].text == " Paris" and engine.counts()["live"] == 0
+
+
+def test_saves_may_arrive_on_another_device(gpt2: Any) -> None:
+    gpt2._backend._device = "meta"
+    try:
+        with gpt2.trace(PROMPT, temperature=0.0, max_tokens=1):
+            hidden = gpt2.transformer.h[6].output.save()
+    finally:
+        gpt2._backend._device = "cpu"
+    assert hidden.device == torch.device("meta")
+
+
+def test_a_dead_engine_is_said_to_be_dead(model: VLLM) -> None:
+    model._dispatched()
+    for child in children():
+        child.send_signal(signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match="build the model anew"):
+        with model.trace(PROMPT, max_tokens=50, ignore_eos=True):
+            hidden = model.transformer.h[6].output.save()
+    assert time.monotonic() - started < 10
+
+
+def test_closing_ends_the_processes(processes: None, gpt2_path: str) -> None:
+    model = VLLM(gpt2_path, dispatch=True, **SETTINGS)
+    started = children()
+    assert started
+    model.close()
+    gone, alive = psutil.wait_procs(started, timeout=15)
+    assert not alive
+    with pytest.raises(EngineDeadError, match="closed"):
+        with model.trace(PROMPT, max_tokens=1):
+            hidden = model.transformer.h[6].output.save()
+    model.close()
+
+
+def test_a_model_that_is_forgotten_takes_its_processes_along(
+    processes: None, gpt2_path: str
+) -> None:
+    model = VLLM(gpt2_path, dispatch=True, **SETTINGS)
+    started = children()
+    assert started
+    del model
+    gc.collect()
+    assert not psutil.wait_procs(started, timeout=15)[1]
+
+
+def test_a_failing_start_says_its_root_cause(
+    processes: None, gpt2_path: str, tmp_path: Path
+) -> None:
+    shutil.copytree(gpt2_path, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(EngineError, match="Cannot find any model weights"):
+        VLLM(str(tmp_path / "empty"), dispatch=True, **SETTINGS)
+    with pytest.raises(EngineError, match="not_there"):
+        VLLM("/not_there", dispatch=True)
+    with pytest.raises(EngineError, match="max_model_length"):
+        VLLM(gpt2_path, dispatch=True, max_model_length=256)
+
+
+def test_a_script_without_a_guard_gets_one_sentence(gpt2_path: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"from nnsight_vllm_worker import VLLM\nVLLM({gpt2_path!r}, dispatch=True)\n")
+    environment = {**os.environ, "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert 'under `if __name__ == "__main__":`' in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mode": "synchronous"}, "'sync' or 'async'"),
+        ({"enforce_eager": False}, "enforce_eager"),
+        ({"enable_chunked_prefill": True}, "whole prompt"),
+        ({"tensor_parallel_size": 2}, "several ranks"),
+        ({"pipeline_parallel_size": 2}, "several stages"),
+        ({"speculative_config": {"method": "ngram"}}, "several tokens"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_anything_starts(
+    gpt2_path: str, arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        VLLM(gpt2_path, dispatch=True, **arguments)
+
+
+def test_what_is_forced_is_said_with_its_reason(gpt2_path: str) -> None:
+    said = VLLM(gpt2_path).engine_settings()
+    assert "enforce_eager" in said and "forced" in said and "one step" in said
