@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nnsight_core import TorchModel
     from nnsight_vllm_worker import VLLM
 
+pytest_plugins = ["tests.fixtures.server"]
+
 ROOT = Path(__file__).parent.parent
 
 # Set before anything imports vLLM. Most engines run in the tests' own process, which starts three
@@ -81,7 +83,10 @@ def _engine(path: str, **arguments: Any) -> VLLM:
     if torch.cuda.is_available():
         # Several engines share one GPU here.
         arguments = {"gpu_memory_utilization": 0.15, **arguments}
-    return VLLM(path, dispatch=True, dtype="float32", max_model_len=256, seed=0, **arguments)
+    # Here and not only above: a test of the default may have unset it meanwhile.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        return VLLM(path, dispatch=True, dtype="float32", max_model_len=256, seed=0, **arguments)
 
 
 @pytest.fixture(scope="session")

@@ -172,7 +172,8 @@ def test_a_client_that_leaves_takes_its_requests_along(server, http):
                 text = tracer.result.outputs[0].text.save()
     body = encoder.frame().to_bytes()
     with http.stream("POST", "/v1/trace", content=body) as answer:
-        first = next(FrameReader().feed(next(answer.iter_raw())))
+        chunks = answer.iter_raw()
+        first = next(FrameReader().feed(next(chunks)))
         assert first.header["kind"] == "printed"
         assert server.live() > 0
     assert server.empty(within=2)

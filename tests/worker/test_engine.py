@@ -21,11 +21,15 @@ from nnsight_core import EngineDeadError, EngineError
 from nnsight_vllm_worker import VLLM
 
 PROMPT = "The Eiffel Tower is in the city of"
-SETTINGS = {"dtype": "float32", "max_model_len": 256}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
+if torch.cuda.is_available():
+    # Several engines share one GPU in these tests.
+    SETTINGS["gpu_memory_utilization"] = 0.1
 
 
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "VLLM" in p.name().upper()]
+    # Of this process itself: other tests have servers with engines of their own.
+    return [p for p in psutil.Process().children() if "VLLM" in p.name().upper()]
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +173,10 @@ def test_a_failing_start_says_its_root_cause(
 
 def test_a_script_without_a_guard_gets_one_sentence(gpt2_path: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(f"from nnsight_vllm_worker import VLLM\nVLLM({gpt2_path!r}, dispatch=True)\n")
+    script.write_text(
+        "from nnsight_vllm_worker import VLLM\n"
+        f"VLLM({gpt2_path!r}, dispatch=True, **{SETTINGS!r})\n"
+    )
     environment = {**os.environ, "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     done = subprocess.run(

@@ -244,6 +244,48 @@ def test_many_invokes_and_missing_saves(gpt2: Any) -> None:
     assert norm[1] is None and torch.equal(norm[0], norm[2])
 
 
+def test_a_writer_changes_its_own_rows_alone(gpt2: Any) -> None:
+    prompts = ["Water boils at", PROMPT, "The capital of Japan is the city of"]
+    found = []
+    for writer in (None, 1):
+        with gpt2.trace(temperature=0.0, max_tokens=1) as tracer:
+            for index, prompt in enumerate(prompts):
+                with tracer.invoke(prompt):
+                    if index == writer:
+                        gpt2.transformer.h[3].output[:] = 0
+                    hidden = gpt2.transformer.h[8].output.save()
+                    logits = gpt2.logits.save()
+        found.append((hidden, logits))
+    for index in range(3):
+        same = torch.equal(found[0][0][index], found[1][0][index])
+        assert same == torch.equal(found[0][1][index], found[1][1][index]) == (index != 1)
+
+
+def test_a_request_in_traffic_has_the_values_it_has_alone(gpt2: Any, near: Any) -> None:
+    prompts = ["Water boils at", PROMPT, [287] * 60, "The capital of Japan is the city of"]
+    engine = gpt2.llm.llm_engine
+    for count in range(1, 6):
+        params = gpt2.llm.get_default_sampling_params()
+        params.max_tokens = 30
+        params.ignore_eos = True
+        prompt = gpt2.llm._preprocess_cmpl_one({"prompt_token_ids": [287] * count})
+        engine.add_request(f"foreign-{count}", prompt, params)
+    engine.step()
+    with gpt2.trace(temperature=0.0, max_tokens=3) as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                hidden = gpt2.transformer.h[8].output.save()
+                logits = gpt2.logits.save()
+    while engine.has_unfinished_requests():
+        engine.step()
+    for index, prompt in enumerate(prompts):
+        with gpt2.trace(prompt, temperature=0.0, max_tokens=1):
+            alone = gpt2.transformer.h[8].output.save()
+            alone_logits = gpt2.logits.save()
+        near(hidden[index], alone)
+        near(logits[index], alone_logits)
+
+
 def test_sequences_of_one_prompt_are_lists(gpt2: Any) -> None:
     with gpt2.trace(PROMPT, n=3, seed=1, max_tokens=1) as tracer:
         hidden = gpt2.transformer.h[1].output.save()

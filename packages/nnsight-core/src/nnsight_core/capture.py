@@ -171,6 +171,8 @@ def _lines(filename: str, module: dict[str, Any]) -> list[str]:
     lines = linecache.getlines(filename, module)
     if lines or filename != "<string>":
         return lines
+    if sys.argv[:1] != ["-c"]:
+        return []
     given = sys.orig_argv
     for index, argument in enumerate(given[:-1]):
         if argument.startswith("-") and not argument.startswith("--") and argument.endswith("c"):

@@ -21,7 +21,7 @@ from torch import Tensor
 from nnsight_core.code import SAVE, Code
 from nnsight_core.errors import LateWriteError, LocationError, OutOfOrderError, WriteError
 from nnsight_core.locations import Location
-from nnsight_core.values import describe, dtype_name, leaves, map_tensors, tensors
+from nnsight_core.values import describe, dtype_name, flat, leaves, map_tensors
 
 if TYPE_CHECKING:
     from nnsight_core.interleaver import Interleaver
@@ -87,7 +87,7 @@ class Run(greenlet):
         """End a visit: what its value holds from here on is no longer looked at."""
         assert self.open is not None
         location = self.open
-        self._past += [(weakref.ref(t), t._version, location) for _, t in tensors(self.value)]
+        self._past += [(weakref.ref(t), t._version, location) for t in flat(self.value)]
         self.open = self.value = None
 
     def check_late(self) -> LateWriteError | None:
@@ -158,7 +158,7 @@ class Run(greenlet):
         except BaseException as error:  # a block may raise anything; it ends this run alone
             self.error = error  # type: ignore[assignment]
         finally:
-            # The scope would hold the run that holds it, and every value until some later collection.
+            # Else the scope and the run hold each other, and every value, until a later collection.
             self.scope.pop(SAVE, None)
 
     def outcome(self) -> tuple[dict[str, Any], list[Saved]]:

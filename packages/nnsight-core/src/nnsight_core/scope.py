@@ -66,5 +66,4 @@ def ended(run: Run, invoke: int, sequence: int = 0) -> Ended:
     error = run.error
     if error is not None:
         error = error.with_traceback(user_traceback(error.__traceback__, run.code.compiled))
-        error.add_note(f"Raised in the block of invoke {invoke}.")
     return Ended(invoke, sequence, saves, value, error, notes)

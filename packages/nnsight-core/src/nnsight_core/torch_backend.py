@@ -25,7 +25,7 @@ from nnsight_core.sampling import SamplingNames, normalise
 from nnsight_core.scope import ended, run_of
 from nnsight_core.tracer import NO_PROMPT, Tracer
 from nnsight_core.tree import ModelTree
-from nnsight_core.values import map_tensors, tensors
+from nnsight_core.values import flat, map_tensors
 from nnsight_core.watch import Watch, bare_tree
 
 
@@ -131,13 +131,13 @@ def _compact(event: Ended) -> Ended:
 
     def own(tensor: Tensor) -> Tensor:
         size = tensor.numel() * tensor.element_size()
-        if tensor.untyped_storage().nbytes() <= size:
+        if not tensor._is_view() or tensor.untyped_storage().nbytes() <= size:
             return tensor
         return made.setdefault(id(tensor), tensor.clone())
 
     for name, value in event.saves.items():
         # What needs no change stays the very object, so that one under two names stays one.
-        if any(own(tensor) is not tensor for _, tensor in tensors(value)):
+        if any(own(tensor) is not tensor for tensor in flat(value)):
             event.saves[name] = made.setdefault(id(value), map_tensors(value, own))
     return event
 

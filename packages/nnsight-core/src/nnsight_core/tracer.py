@@ -234,6 +234,7 @@ class _Outcome:
                 for note in event.warnings:
                     warnings.warn_explicit(note.message, note.category, note.filename, note.line)
                 if event.error is not None:
+                    event.error.add_note(f"Raised in the block of invoke {event.invoke}.")
                     self.errors.append(event.error)
             case Finished():
                 self.output = event.output

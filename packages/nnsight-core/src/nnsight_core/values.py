@@ -34,6 +34,17 @@ def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
             yield path, leaf
 
 
+def flat(value: Any) -> list[Tensor]:
+    """The tensors of a structure, in the order of `tensors`."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for part in value for tensor in flat(part)]
+
+
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """Each part of a structure that is no container, with how it is reached."""
     if isinstance(value, tuple | list):

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from nnsight_core.errors import WriteError
 from nnsight_core.locations import Location
 from nnsight_core.run import Run
-from nnsight_core.values import dtype_name, map_tensors, tensors
+from nnsight_core.values import dtype_name, flat, map_tensors
 
 
 class Rows(Protocol):
@@ -71,7 +71,7 @@ class Visit:
             WriteError: what was written has no rows of this request, or lost its shape or dtype.
         """
         # A list or a dict that was served may have got other tensors, so it is looked at again.
-        new = [tensor for _, tensor in tensors(given)]
+        new = flat(given)
         if len(new) != len(self.copies):
             raise WriteError(
                 f"{self.location} holds {len(self.copies)} tensors and was left with {len(new)}: a "

@@ -126,7 +126,7 @@ class CodeEncoder(Encoder):
             return self._pickled(function, str(error))
         return {
             "$": "function",
-            "name": plain.__name__,
+            "name": plain.__code__.co_name,
             "source": source,
             "filename": plain.__code__.co_filename,
             "line": line,
@@ -408,7 +408,7 @@ def _source_of(
     try:
         lines, line = inspect.getsourcelines(thing.__code__ if is_function else thing)
         text = "".join(lines)
-        if is_function and thing.__name__ == "<lambda>":
+        if is_function and thing.__code__.co_name == "<lambda>":
             text, given = _lambda_text(thing)
             text = f"    {_RESULT} = {text}\n"
         elif is_function:
@@ -420,6 +420,8 @@ def _source_of(
             if not decorated:
                 text = "".join(text.splitlines(keepends=True)[node.lineno - 1 :])
                 line += node.lineno - 1
+    except CaptureError:
+        raise
     except (OSError, TypeError, SyntaxError):
         raise CaptureError("its source cannot be had") from None
     filename = inspect.getsourcefile(thing) or "<unknown>"
@@ -493,7 +495,7 @@ def _lambda_text(function: FunctionType) -> tuple[str, dict[str, Any]]:
     raise CaptureError("the lambda cannot be found in its source")
 
 
-_CONTENTS: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
+_CONTENTS: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], str]] = {}
 
 
 def content_of(tensor: Tensor) -> tuple[str, memoryview]:
@@ -501,12 +503,17 @@ def content_of(tensor: Tensor) -> tuple[str, memoryview]:
     data = tensor_bytes(tensor)
     key = id(tensor)
     known = _CONTENTS.get(key)
-    version = -1 if tensor.is_inference() else tensor._version
-    if known is not None and known[0]() is tensor and known[1] == version >= 0:
+    version = (-1 if tensor.is_inference() else tensor._version, _sum(data))
+    if known is not None and known[0]() is tensor and known[1] == version and version[0] >= 0:
         return known[2], data
     digest = digest_of(data)
     _CONTENTS[key] = (weakref.ref(tensor, lambda _: _CONTENTS.pop(key, None)), version, digest)
     return digest, data
+
+
+def _sum(data: memoryview) -> int:
+    """A sum that shows what PyTorch does not count (`tensor.data.add_(1)`); cheaper than a hash."""
+    return int(torch.frombuffer(data, dtype=torch.int64, count=data.nbytes // 8).sum())
 
 
 def digest_of(data: Buffer) -> str:

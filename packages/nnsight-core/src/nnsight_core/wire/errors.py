@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from nnsight_core.errors import BlockError, EncodeError
+from nnsight_core.errors import BlockError, EncodeError, ProtocolError
 from nnsight_core.wire.data import Decoder, Encoder, loaded
 from nnsight_core.wire.frames import Buffer
 
@@ -54,7 +54,10 @@ def record_error(error: BaseException, encoder: Encoder) -> ErrorRecord:
     """An error as data; its arguments go through `encoder`."""
     args: list[Any] | None
     try:
-        args = [encoder.encode(a, "an argument of the error") for a in error.args]
+        given = error.args
+        if isinstance(error, OSError) and error.filename is not None:
+            given = (*given[:2], error.filename)  # which Python leaves out of the arguments
+        args = [encoder.encode(a, "an argument of the error") for a in given]
     except EncodeError:
         args = None
     return ErrorRecord(
@@ -79,16 +82,24 @@ def rebuild_error(
     cls = _class_of(record, known)
     error: BaseException | None = None
     if cls is not None:
-        args = [record.message]
-        if record.args is not None:
-            decoder = Decoder(buffers)
-            args = [decoder.decode(a) for a in record.args]
-        error = _made(cls, args) or _made(cls, [record.message])
+        error = _made(cls, _arguments(record, buffers))
+        if error is None or _message(error) != record.message:
+            error = _made(cls, [record.message]) or error
+        if error is not None and _message(error) != record.message:
+            error.add_note(record.message)  # a class whose text is made of more than its arguments
     if error is None:
         error = BlockError(f"{record.name}: {record.message}")
     for note in record.notes:
         error.add_note(note)
     return error.with_traceback(_traceback(record.frames))
+
+
+def _arguments(record: ErrorRecord, buffers: list[Buffer]) -> list[Any]:
+    decoder = Decoder(buffers)
+    try:
+        return [decoder.decode(a) for a in record.args or ()]
+    except ProtocolError:
+        return [record.message]
 
 
 def _made(cls: type[BaseException], args: list[Any]) -> BaseException | None:
@@ -99,7 +110,6 @@ def _made(cls: type[BaseException], args: list[Any]) -> BaseException | None:
     try:
         error = cls.__new__(cls, *args)
         base.__init__(error, *args)
-        error.args = tuple(args)
     except Exception:
         return None
     return error

@@ -57,7 +57,8 @@ class RunnerV1:
     def run_once(self, tokens: int, requests: int) -> None:
         """Run the model on so many tokens, and the logits of so many requests, for nobody."""
         hidden, _ = self._runner._dummy_run(tokens)
-        self.model.compute_logits(hidden[:requests])
+        model: Any = self.model
+        model.compute_logits(hidden[:requests])
 
     def attach(self, steps: Steps) -> None:
         """From now on, report every step."""

@@ -1,0 +1,1 @@
+"""The workloads: what is run, and what is compared with what."""

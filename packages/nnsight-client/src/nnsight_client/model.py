@@ -1,0 +1,137 @@
+"""`VLLM`: a model that a server runs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from nnsight_core.backend import Backend, Invoke
+from nnsight_core.model import Model
+from nnsight_core.outputs import RequestOutput
+from nnsight_core.tracer import NO_PROMPT, Tracer
+
+if TYPE_CHECKING:
+    from nnsight_client.http_backend import HttpBackend
+
+WORKER = "nnsight_vllm_worker"
+
+
+class VLLM(Model):
+    """A language model on vLLM, elsewhere: blocks run in the forward passes of a server's engine.
+
+    Args:
+        repo: the model's name or folder, for its tokenizer (and for an engine built here).
+        serve: the server's address; a trace may name another.
+        api_key: the key that the server wants.
+        dispatch: build an engine in this process instead, which the worker package does.
+        **engine_args: what that engine takes.
+
+    Raises:
+        ImportError: `dispatch=True` without the worker package.
+        ValueError: both a server and `dispatch=True`, or an address that is none.
+
+    Example:
+        >>> model = VLLM("openai-community/gpt2", serve="http://127.0.0.1:6677")
+        >>> with model.trace("The Eiffel Tower is in the city of", temperature=0.0, max_tokens=1):
+        ...     hidden = model.transformer.h[6].output.save()
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        *,
+        serve: str | None = None,
+        api_key: str | None = None,
+        dispatch: bool = False,
+        **engine_args: Any,
+    ) -> None:
+        super().__init__()
+        self._repo = repo
+        self._serve = serve
+        self._api_key = api_key
+        self._engine_args = engine_args
+        self._servers: dict[tuple[str, str | None], HttpBackend] = {}
+        self._local: Any = None
+        if dispatch:
+            if serve is not None:
+                raise ValueError("A model runs on a server (serve=) or here (dispatch=True).")
+            self._local = _worker().VLLM(repo, dispatch=True, **engine_args)
+            self._places.tree = self._local.tree
+        elif serve is not None:
+            self._server(serve, api_key)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (transformers)."""
+        if self._local is not None:
+            return self._local.tokenizer
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._engine_args.get("tokenizer") or self._repo)
+
+    def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
+        """Plain generation by vLLM, for one prompt or a list of them.
+
+        Takes `serve=` and `api_key=` as a trace does.
+
+        Example:
+            >>> model.generate(["Hello", "Bye"], max_tokens=5)[0].outputs[0].text
+        """
+        backend = self._backend_for(sampling)
+        if self._local is not None and backend is self._local._backend:
+            return self._local.generate(prompts, **sampling)
+        several = isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts)
+        tracer = Tracer(self, backend, NO_PROMPT, sampling)
+        tracer._invokes = [Invoke(p, sampling) for p in (prompts if several else [prompts])]
+        tracer._run()
+        return [output for output in tracer.outputs if output is not None]
+
+    def close(self) -> None:
+        """Close the connections, and end the engine if one was built here."""
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
+        if self._local is not None:
+            self._local.close()
+
+    def _backend_for(self, arguments: dict[str, Any]) -> Backend:
+        serve = arguments.pop("serve", None)
+        api_key = arguments.pop("api_key", None)
+        if serve is None and self._local is not None:
+            return self._local._backend_for(arguments)
+        url = serve or self._serve
+        if url is None:
+            raise ValueError(
+                "No server is named. Give its address to the model (`VLLM(..., serve=URL)`) or to "
+                "the trace (`trace(..., serve=URL)`), or build an engine in this process "
+                "(`VLLM(..., dispatch=True)`)."
+            )
+        if api_key is None and url == self._serve:
+            # The model's key is for the model's own server, and shown to no other.
+            api_key = self._api_key
+        return self._server(url, api_key)
+
+    def _server(self, url: str, api_key: str | None) -> HttpBackend:
+        from nnsight_client.http_backend import HttpBackend
+
+        known = self._servers.get((url, api_key))
+        if known is None:
+            known = self._servers[url, api_key] = HttpBackend(
+                url, api_key, lambda: vars(self).get("tokenizer"), lambda: self._places.tree
+            )
+        return known
+
+
+def _worker() -> Any:
+    """The worker package, which this one never needs but for an engine of its own."""
+    try:
+        return importlib.import_module(WORKER)
+    except ModuleNotFoundError as error:
+        if error.name != WORKER:
+            raise
+        raise ImportError(
+            "dispatch=True builds an engine in this process, which needs the worker package: "
+            "pip install 'nnsight-vllm-worker[cuda]' (or [cpu]). To use a server instead, give "
+            "serve=URL."
+        ) from None

@@ -1,0 +1,47 @@
+"""What a server's refusal means here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from nnsight_core.errors import ProtocolError
+from nnsight_core.wire.errors import ErrorRecord, rebuild_error
+from nnsight_core.wire.frames import VERSION
+
+
+def error_of(response: httpx.Response, url: str) -> BaseException:
+    """The error to raise for an answer that is no success; its body has been read."""
+    try:
+        details: dict[str, Any] = response.json()["error"]
+        error = rebuild_error(ErrorRecord.model_validate(details["record"]), [])
+    except (ValueError, TypeError, KeyError, ValidationError):
+        return no_server(url, f"it answered {response.status_code} {response.reason_phrase}")
+    if isinstance(error, ProtocolError):
+        versions = details.get("versions")
+        known = f" It knows version {_listed(versions)}, this client {VERSION}." if versions else ""
+        return ProtocolError(f"The server at {url} did not understand: {error}{known}")
+    error.add_note(f"Refused by the server at {url}.")
+    return error
+
+
+def no_server(url: str, seen: str) -> ProtocolError:
+    """The error for a peer that is something else."""
+    return ProtocolError(
+        f"What listens at {url} is no nnsight server: {seen}. Give the address that "
+        "`nnsight-serve` printed when it was ready."
+    )
+
+
+def other_version(url: str, version: Any) -> ProtocolError:
+    """The error for a server of another protocol."""
+    return ProtocolError(
+        f"The server at {url} speaks version {version} of the protocol; this client knows "
+        f"{VERSION}. Install the same release of nnsight on both sides."
+    )
+
+
+def _listed(versions: Any) -> str:
+    return ", ".join(str(v) for v in versions) if isinstance(versions, list) else str(versions)

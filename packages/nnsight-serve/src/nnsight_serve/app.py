@@ -1,0 +1,45 @@
+"""The app: an engine for as long as it lives, and the routes to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from nnsight_serve.refusals import Refused, answer
+from nnsight_serve.routes import open_routes, routes
+from nnsight_serve.settings import Settings
+from nnsight_vllm_worker.async_engine import AsyncEngine
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """A server's app. Its engine is started on the loop that runs the app, and ended with it.
+
+    Blocks may carry no pickled values. What keeps the engine from starting is left in
+    `app.state.failure`.
+
+    Example:
+        >>> uvicorn.run(create_app(Settings("openai-community/gpt2")), port=6677)
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            engine = await AsyncEngine.start(settings.model, settings.engine, pickle=False)
+        except Exception as error:
+            app.state.failure = error
+            raise
+        app.state.engine = engine
+        try:
+            yield
+        finally:
+            await engine.close()
+
+    app = FastAPI(title="nnsight-serve", lifespan=lifespan)
+    app.state.settings = settings
+    app.state.failure = None
+    app.include_router(open_routes)
+    app.include_router(routes)
+    app.add_exception_handler(Refused, answer)
+    return app

@@ -1,0 +1,50 @@
+"""The body of a request: read as it comes, within the limit, into the one frame that it is."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+from nnsight_core.errors import ProtocolError
+from nnsight_core.wire.frames import VERSION, Frame, FrameReader, FrameTooLarge
+from nnsight_serve.refusals import Refused
+
+
+async def read_frame(request: Request, limit: int) -> Frame:
+    """The frame that a request's body is.
+
+    Raises:
+        Refused: it is none, none of this version, or larger than `limit` bytes.
+    """
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise too_large(limit)
+    reader = FrameReader(limit)
+    frames: list[Frame] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise too_large(limit)
+            frames.extend(reader.feed(chunk))
+        reader.end()
+    except FrameTooLarge:
+        raise too_large(limit) from None
+    except ProtocolError as error:
+        raise malformed(error) from None
+    if len(frames) != 1:
+        raise malformed(ProtocolError(f"The body holds {len(frames)} frames; it takes one."))
+    return frames[0]
+
+
+def malformed(error: ProtocolError) -> Refused:
+    """The refusal of what is not well formed, with the versions of the protocol known here."""
+    return Refused(400, error, versions=[VERSION])
+
+
+def too_large(limit: int) -> Refused:
+    """The refusal of a body beyond the limit."""
+    error = ValueError(
+        f"The request is larger than the {limit} bytes that this server takes. Send less, or "
+        "start it with a larger --max-body."
+    )
+    return Refused(413, error, limit=limit)

@@ -1,0 +1,36 @@
+"""What the package exports."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import nnsight_core
+
+FOLDER = Path(nnsight_core.__file__).parent
+
+
+def test_what_is_imported_at_the_top_is_what_is_exported() -> None:
+    tree = ast.parse((FOLDER / "__init__.py").read_text())
+    imported = {a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert set(nnsight_core.__all__) == imported
+    assert nnsight_core.__all__ == sorted(nnsight_core.__all__)
+
+
+def test_every_error_and_warning_is_exported() -> None:
+    raised = {n for n, v in vars(nnsight_core.errors).items() if isinstance(v, type)}
+    assert raised <= set(nnsight_core.__all__)
+
+
+def test_the_package_is_typed_and_every_module_says_what_it_is() -> None:
+    assert (FOLDER / "py.typed").exists()
+    for info in pkgutil.walk_packages([str(FOLDER)], "nnsight_core."):
+        assert (importlib.import_module(info.name).__doc__ or "").strip(), info.name
+
+
+def test_everything_exported_says_what_it_is() -> None:
+    for name in nnsight_core.__all__:
+        thing = getattr(nnsight_core, name)
+        assert name == "Event" or (thing.__doc__ or "").strip(), name

@@ -1,0 +1,97 @@
+"""From a client's frame to requests for the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from nnsight_core.errors import ProtocolError
+from nnsight_core.wire.code import digest_of
+from nnsight_core.wire.frames import read_frame
+from nnsight_core.wire.messages import BlockData, BlockMessage, InvokeData, TraceMessage, expect
+from nnsight_serve.incoming import trace_of
+from nnsight_vllm_worker.requests import EXTRA
+
+CONTENT = b"the content of a large tensor"
+
+
+def block(**names: object) -> BlockData:
+    return BlockData(source="    x\n", filename="f", line=1, function="f", names=names)
+
+
+def tensor(**where: object) -> dict[str, object]:
+    return {"$": "tensor", "dtype": "uint8", "shape": [3], **where}
+
+
+def carried(request) -> tuple[BlockMessage, list[bytes]]:
+    frame = read_frame(request.params.extra_args[EXTRA])
+    return expect(frame, BlockMessage), [bytes(buffer) for buffer in frame.buffers]
+
+
+def test_a_block_takes_its_own_buffers_along_and_no_others():
+    message = TraceMessage(
+        invokes=[InvokeData(prompt="a", block=0), InvokeData(prompt="b", block=1)],
+        blocks=[block(x=tensor(b=0)), block(x={"$": "list", "v": [tensor(b=2)]})],
+    )
+    trace = trace_of(message.frame([b"one", b"two", b"six"]))
+    first, second = (carried(request) for request in trace.requests)
+    assert first == (
+        BlockMessage(key=trace.requests[0].key, block=message.blocks[0]),
+        [b"one", b"", b""],
+    )
+    assert second[1] == [b"", b"", b"six"]
+    assert [trace.index_of[request.key] for request in trace.requests] == [0, 1]
+
+
+def test_contents_go_apart_from_the_blocks_that_name_them():
+    digest = digest_of(CONTENT)
+    message = TraceMessage(
+        invokes=[InvokeData(prompt="a", block=0), InvokeData(prompt="b")],
+        blocks=[block(x=tensor(h=digest), y=tensor(h=digest))],
+        blobs={digest: 0},
+    )
+    trace = trace_of(message.frame([CONTENT]))
+    assert {name: bytes(data) for name, data in trace.blobs.items()} == {digest: CONTENT}
+    assert [request.blobs for request in trace.requests] == [[digest], []]
+    assert [request.traced for request in trace.requests] == [True, False]
+    assert carried(trace.requests[0])[1] == [b""]
+
+
+@pytest.mark.parametrize(
+    ("blobs", "names", "says"),
+    [
+        ({"0" * 40: 0}, {}, "is not the content"),
+        ({digest_of(b"another"): 0}, {}, "is not the content"),
+        ({digest_of(CONTENT): 1}, {}, "no index"),
+        ({}, {"x": tensor(h=digest_of(CONTENT))}, "did not come"),
+        ({}, {"x": tensor(h=[])}, "did not come"),
+        ({}, {"x": tensor(b=1)}, "no index"),
+        ({}, {"x": tensor(b=-1)}, "no index"),
+        ({}, {"x": tensor(b=True)}, "no index"),
+    ],
+)
+def test_what_a_block_names_must_have_come(blobs, names, says):
+    message = TraceMessage(
+        invokes=[InvokeData(prompt="a", block=0)], blocks=[block(**names)], blobs=blobs
+    )
+    with pytest.raises(ProtocolError, match=says):
+        trace_of(message.frame([CONTENT]))
+
+
+def test_what_is_wrong_with_one_invoke_is_left_to_it():
+    message = TraceMessage(
+        invokes=[
+            InvokeData(prompt=""),
+            InvokeData(prompt="b"),
+            InvokeData(prompt="c", sampling={"n": 0}),
+        ]
+    )
+    trace = trace_of(message.frame())
+    assert {index: type(e) for index, e in trace.refused.items()} == {0: ValueError, 2: ValueError}
+    assert list(trace.index_of.values()) == [1]
+
+
+def test_a_client_cannot_slip_in_a_block_of_its_own_making():
+    sampling = {"extra_args": {"$": "dict", "k": [EXTRA], "v": ["x"]}}
+    message = TraceMessage(invokes=[InvokeData(prompt="a", sampling=sampling)])
+    with pytest.raises(ProtocolError, match=EXTRA):
+        trace_of(message.frame())
