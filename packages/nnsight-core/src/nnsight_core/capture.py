@@ -220,6 +220,12 @@ class Skip:
         sys.settrace(tracer)
 
 
+if sys.version_info < (3, 13):
+    # Up to Python 3.12, `f_locals` of a function is a copy, which this writes back.
+    _LOCALS_TO_FAST = ctypes.pythonapi.PyFrame_LocalsToFast
+    _LOCALS_TO_FAST.argtypes = (ctypes.py_object, ctypes.c_int)
+
+
 def push(frame: FrameType, values: dict[str, Any]) -> None:
     """Bind names in a user's frame."""
     if not values:
@@ -229,11 +235,11 @@ def push(frame: FrameType, values: dict[str, Any]) -> None:
     if local is frame.f_globals or not code.co_flags & 1:  # a module or a class body
         local.update(values)
         return
-    own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
     for name, value in values.items():
-        (local if name in own else frame.f_globals)[name] = value
+        own = name in code.co_varnames or name in code.co_cellvars or name in code.co_freevars
+        (local if own else frame.f_globals)[name] = value
     if sys.version_info < (3, 13):
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+        _LOCALS_TO_FAST(frame, 0)
 
 
 def bind_target(frame: FrameType, target: ast.expr | None, value: Any) -> None:

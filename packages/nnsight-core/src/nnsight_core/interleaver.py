@@ -57,8 +57,9 @@ class Interleaver:
         alone: a tensor that is written there is replaced by a changed copy, since the same memory
         is often the residual stream as well. So is what a module hands out of its own parameters.
         """
-        for run, replacement in self.skips.pop(location, ()):
-            self._put_skip(run, location, value, replacement)
+        if self.skips:
+            for run, replacement in self.skips.pop(location, ()):
+                self._put_skip(run, location, value, replacement)
         for run in self.waiting.pop(location, ()):
             value = self._serve(run, location, value)
         self.passed.add(location)
@@ -96,15 +97,15 @@ class Interleaver:
             if not left:
                 del self.skips[location]
         self._look()
-        if run and not run.dead:
-            run.throw()
+        run.stop()
 
     # -- for the runs ----------------------------------------------------------------------------
 
     def check(self, run: Run, location: Location) -> None:
         """Refuse a location that this step cannot reach any more."""
         gone = location.phase < self.phase or (location in self.passed and not location.repeats)
-        check_order(run, location, gone)
+        if gone or run.skipped:
+            check_order(run, location, gone)
 
     # -- inside ----------------------------------------------------------------------------------
 

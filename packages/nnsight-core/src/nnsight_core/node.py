@@ -101,11 +101,11 @@ class Node:
     # The sides are found here and not as properties: Python turns an AttributeError of a property
     # (our location errors are such) into another look-up.
     def __getattr__(self, name: str) -> Any:
-        if name in SIDES:
-            return self._side(name)
         known = self._children.get(name)
         if known is not None:
             return known
+        if name in SIDES:
+            return self._side(name)
         if name.startswith("__"):
             raise AttributeError(name)
         return self._child(name)
@@ -114,7 +114,7 @@ class Node:
         places, path = self._places, self._path
         if name == "source":
             return Source(places, path)
-        run = need_run(f"{path or 'The model'}.{name}")
+        run = need_run(path or "The model", name)
         if name == "output":
             return run.read(places.location(path, "output"))
         args, kwargs = run.read(places.location(path, "input"))

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import builtins
 import sys
+import threading
 import weakref
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from nnsight_core.code import SAVE, Code
@@ -26,6 +27,8 @@ from nnsight_core.values import describe, dtype_name, flat, leaves, map_tensors
 if TYPE_CHECKING:
     from nnsight_core.interleaver import Interleaver
 
+_RECENT = 4
+_FORGET_FROM = 256
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -40,22 +43,51 @@ class Saved:
         self.line = line
 
 
-class Run(greenlet):
+class _Worker(greenlet):
+    """A greenlet that executes runs, one after the other.
+
+    Starting a greenlet costs several times what most runs do, so that one which has finished a run
+    waits for the next; see `Run.resume`.
+    """
+
+    executing: Run | None = None
+
+    def run(self, *_: Any) -> None:
+        while self.executing is not None:
+            self.executing.execute()
+            self.executing = None
+            _idle.workers.append(self)
+            assert self.parent is not None
+            self.parent.switch(None)
+
+
+class _Idle(threading.local):
+    """The workers of this thread that wait for a run (a greenlet cannot leave its thread)."""
+
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+
+
+_idle = _Idle()
+
+
+class Run:
     """One block executing for one request.
 
     Attributes:
         key: what the backend knows the request by.
         step: which step of the request is running, 0 being its prefill.
+        dead: whether the block has ended.
         error: what the block raised, if it did.
         saved: what it saved, by the id of the object, in the order of the calls.
     """
 
     def __init__(self, code: Code, scope: dict[str, Any], key: Any = None) -> None:
-        super().__init__()
         self.code = code
         self.scope = scope
         self.key = key
         self.step = 0
+        self.dead = False
         self.error: BaseException | None = None
         self.saved: dict[int, list[Saved]] = {}
         self.open: Location | None = None
@@ -63,6 +95,7 @@ class Run(greenlet):
         self.skipped: list[str] = []
         self.interleaver: Interleaver | None = None
         self._past: list[tuple[weakref.ref[Tensor], int, Location]] = []
+        self._worker: _Worker | None = None
         self._grad = False
         scope[SAVE] = self._save_method
         scope.setdefault("__builtins__", builtins)
@@ -71,17 +104,28 @@ class Run(greenlet):
 
     def resume(self, value: Any = None, error: BaseException | None = None) -> Location | None:
         """Let the block go on; where it parks next, or None if it has ended."""
+        worker = self._worker
+        if worker is None:
+            worker = self._worker = _idle.workers.pop() if _idle.workers else _Worker()
+            worker.executing = self
         current = getcurrent()
-        if self.parent is not current:
-            self.parent = current
+        if worker.parent is not current:
+            worker.parent = current
         engine_grad = torch.is_grad_enabled()
-        torch.set_grad_enabled(self._grad)
+        if engine_grad is not self._grad:
+            torch.set_grad_enabled(self._grad)
         try:
-            wanted = self.switch(value) if error is None else self.throw(error)
+            wanted = worker.switch(value) if error is None else worker.throw(error)
         finally:
             self._grad = torch.is_grad_enabled()
-            torch.set_grad_enabled(engine_grad)
+            if engine_grad is not self._grad:
+                torch.set_grad_enabled(engine_grad)
         return None if self.dead else wanted
+
+    def stop(self) -> None:
+        """End the block where it is parked, if it is."""
+        if self._worker is not None:
+            self._worker.throw()
 
     def close(self) -> None:
         """End a visit: what its value holds from here on is no longer looked at."""
@@ -90,9 +134,14 @@ class Run(greenlet):
         self._past += [(weakref.ref(t), t._version, location) for t in flat(self.value)]
         self.open = self.value = None
 
-    def check_late(self) -> LateWriteError | None:
-        """An error if a value was written in place after its visit was over."""
-        for reference, version, location in self._past:
+    def check_late(self, last: int | None = None) -> LateWriteError | None:
+        """An error if a value was written in place after its visit was over.
+
+        Args:
+            last: look at the last so many tensors only, so that a block of many reads does not look
+                at all of them at each; what is missed is found when the block ends.
+        """
+        for reference, version, location in self._past if last is None else self._past[-last:]:
             tensor = reference()
             if tensor is not None and tensor._version != version:
                 return LateWriteError(
@@ -100,7 +149,8 @@ class Run(greenlet):
                     "what was written. Write before the block asks for a later location, or write "
                     "to a clone if the value is only for the block's own use."
                 )
-        self._past = [entry for entry in self._past if entry[0]() is not None]
+        if len(self._past) > _FORGET_FROM:
+            self._past = [entry for entry in self._past if entry[0]() is not None]
         return None
 
     # -- for the block ---------------------------------------------------------------------------
@@ -109,13 +159,13 @@ class Run(greenlet):
         """The value at a location; parks until the forward pass reaches it."""
         if location is self.open:
             return self.value
-        late = self.check_late()
+        late = self.check_late(_RECENT)
         if late is not None:
             raise late
         assert self.interleaver is not None
         self.interleaver.check(self, location)
-        assert self.parent is not None
-        return self.parent.switch(location)
+        assert self._worker is not None and self._worker.parent is not None
+        return self._worker.parent.switch(location)
 
     def write(self, location: Location, value: Any) -> None:
         """Replace the value at a location by one of the same rows, width and dtype."""
@@ -148,16 +198,21 @@ class Run(greenlet):
 
     # -- the outcome -----------------------------------------------------------------------------
 
-    def run(self, *_: Any) -> None:  # type: ignore[override]
-        """What the greenlet does: the block, whose error is kept for the one who asks."""
+    def execute(self) -> None:
+        """Execute the block; its error is kept for the one who asks."""
         try:
             exec(self.code.compiled, self.scope)
             late = self.check_late()
             if late is not None:
                 raise late
+        except GreenletExit as stopped:
+            self.error = stopped
+            raise
         except BaseException as error:  # a block may raise anything; it ends this run alone
-            self.error = error  # type: ignore[assignment]
+            self.error = error
         finally:
+            self.dead = True
+            self._worker = None
             # Else the scope and the run hold each other, and every value, until a later collection.
             self.scope.pop(SAVE, None)
 
@@ -178,6 +233,8 @@ class Run(greenlet):
             found[name] = (mine or saved)[-1].was
             seen.add(id(value))
         lost = [s[-1] for key, s in self.saved.items() if key not in seen]
+        if not lost:
+            return found, lost
         self._unpack(found, lost)
         held = {id(part) for key in seen for part in _parts(self.saved[key][0].value)}
         return found, [s for s in lost if id(s.value) not in held]
@@ -211,22 +268,23 @@ def _parts(value: Any) -> list[Any]:
 def current_run() -> Run | None:
     """The run whose block is executing, if one is."""
     here = getcurrent()
-    return here if isinstance(here, Run) else None
+    return here.executing if isinstance(here, _Worker) else None
 
 
-def need_run(what: str) -> Run:
+def need_run(what: str, side: str = "") -> Run:
     """The run whose block is executing.
 
     Raises:
         LocationError: no block is executing here.
     """
-    here = getcurrent()
-    if not isinstance(here, Run):
+    run = current_run()
+    if run is None:
+        name = f"{what}.{side}" if side else what
         raise LocationError(
-            f"{what} has a value only inside a block: `with model.trace(prompt): ...` (with "
+            f"{name} has a value only inside a block: `with model.trace(prompt): ...` (with "
             "several prompts, inside `with tracer.invoke(prompt): ...`)."
         )
-    return here
+    return run
 
 
 def save(value: Any) -> Any:

@@ -243,11 +243,12 @@ class _Outcome:
 
     def names(self) -> dict[str, Any]:
         """The saved values by name: of one sequence the value, of several the list of them."""
+        count = max(self.sequences, default=-1) + 1
+        if count <= 1:
+            saves = self.sequences[0].saves if count else {}
+            return {name: self._late(value) for name, value in saves.items()}
         ended = [self.sequences[i] for i in sorted(self.sequences)]
-        count = max(self.sequences, default=0) + 1
         names = dict.fromkeys(name for e in ended for name in e.saves)
-        if count == 1:
-            return {name: self._late(ended[0].saves[name]) for name in names}
         every = [self.sequences[i].saves if i in self.sequences else {} for i in range(count)]
         return {name: self._of_sequences([saves.get(name) for saves in every]) for name in names}
 
@@ -278,6 +279,8 @@ def _one_or_all(values: list[Any]) -> Any:
 def _by_name(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
     """A name that several invokes may save is a list with one entry per invoke."""
     found = [outcome.names() for outcome in outcomes]
+    if len(found) == 1:
+        return found[0]
     names: dict[str, Any] = {}
     for name in dict.fromkeys(name for saved in found for name in saved):
         may = [name in saved or _binds(i, name) for i, saved in zip(invokes, found, strict=True)]

@@ -112,14 +112,15 @@ def _visit(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    if entry in interleaver.waiting:
+    waiting, passed = interleaver.waiting, interleaver.passed
+    if entry in waiting:
         args, kwargs = interleaver.arrive(entry, (args, kwargs))
     else:
-        interleaver.passed.add(entry)
+        passed.add(entry)
     value = function(*args, **kwargs)
-    if output in interleaver.waiting or output in interleaver.skips:
+    if output in waiting or output in interleaver.skips:
         return interleaver.arrive(output, value)
-    interleaver.passed.add(output)
+    passed.add(output)
     return value
 
 
