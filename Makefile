@@ -29,7 +29,8 @@ demo: .venv/.ready .venv-client/.ready ## Serve a real model and trace it from a
 	$(PY) scripts/demo.py $(ARGS)
 
 test: .venv/.ready .venv-client/.ready ## Run the tests, on vLLM's CPU backend
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(or $(ARGS),--ignore=tests/processes)
+	$(if $(ARGS),,$(PY) -m pytest tests/processes)
 
 lint: .venv/.ready ## Check style, format, types and import directions; changes nothing
 	$(PY) -m ruff check .
@@ -55,6 +56,7 @@ test-gpu: ## Run the GPU tests with PYTHON (bring vLLM there first: pip install 
 	  echo "  pip install packages/nnsight-core 'packages/nnsight-vllm-worker[cuda]' pytest pytest-asyncio"; \
 	  echo "then: make test-gpu PYTHON=that/python"; exit 1; } >&2
 	$(PYTHON) -m pytest -m gpu tests/worker $(ARGS)
+	$(PYTHON) -m pytest -m gpu tests/processes $(ARGS)
 
 wheels: .venv/.ready ## Build the four wheels into dist/
 	rm -rf dist

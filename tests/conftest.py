@@ -20,7 +20,7 @@ pytest_plugins = ["tests.fixtures.server"]
 ROOT = Path(__file__).parent.parent
 
 # Set before anything imports vLLM. Most engines run in the tests' own process, which starts three
-# times as fast; the tests of vLLM's default, processes of its own, unset the switch.
+# times as fast; the tests of vLLM's default (tests/processes) run apart and unset the switch.
 os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if torch.cuda.is_available():
         for item in items:
-            if "/worker/" in item.path.as_posix():
+            if {"worker", "processes"} & set(item.path.parts):
                 item.add_marker(pytest.mark.gpu)
 
 
@@ -83,10 +83,7 @@ def _engine(path: str, **arguments: Any) -> VLLM:
     if torch.cuda.is_available():
         # Several engines share one GPU here.
         arguments = {"gpu_memory_utilization": 0.15, **arguments}
-    # Here and not only above: a test of the default may have unset it meanwhile.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        return VLLM(path, dispatch=True, dtype="float32", max_model_len=256, seed=0, **arguments)
+    return VLLM(path, dispatch=True, dtype="float32", max_model_len=256, seed=0, **arguments)
 
 
 @pytest.fixture(scope="session")

@@ -386,3 +386,13 @@ def test_the_tree_says_what_a_block_finds(qwen3: Any) -> None:
         q = qwen3.model.layers[1].self_attn.qkv_proj.output[0].save()
     info = tree.modules["model.layers.1.self_attn.qkv_proj"].output[0]
     assert q.shape[1] == info.shape[1] and str(q.dtype).endswith(info.dtype)
+
+
+def test_saves_may_arrive_on_another_device(gpt2: Any) -> None:
+    gpt2._backend._device = "meta"
+    try:
+        with gpt2.trace(PROMPT, temperature=0.0, max_tokens=1):
+            hidden = gpt2.transformer.h[6].output.save()
+    finally:
+        gpt2._backend._device = "cpu"
+    assert hidden.device == torch.device("meta")
