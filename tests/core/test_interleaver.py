@@ -752,3 +752,39 @@ def test_asynchronous_frames_of_a_generator_in_a_block_end_with_it(model: TorchM
 
         first = next(layers()).save()
     close(first, run(model)["layers.0"][0])
+
+
+def test_a_write_that_pytorch_does_not_count_lands(model: TorchModel) -> None:
+    for way in range(2):
+        with model.trace(X):
+            hidden = model.embed.output
+            if way:
+                hidden.data[:] = 0
+            else:
+                hidden.numpy()[:] = 0
+            seen = model.layers[0].input.save()
+        assert seen.abs().sum() == 0
+
+
+def test_a_weight_can_be_read_and_not_written(model: TorchModel) -> None:
+    weight = model.embed.weight.clone()
+    with pytest.raises(WriteError, match=r"embed\.weight .* every request shares"):
+        with model.trace(X):
+            model.embed.weight[:] = 0
+    with model.trace(X):
+        read = (model.embed.weight * 1).save()
+    assert torch.equal(weight, model.embed.weight) and torch.equal(read, weight)
+
+
+def test_a_late_write_names_the_line_after_which_it_came(model: TorchModel) -> None:
+    with pytest.raises(LateWriteError, match=r"after line \d+ of .*test_interleaver\.py"):
+        with model.trace(X):
+            early = model.embed.output
+            later = model.layers[0].norm.output
+            early[:] = 0
+
+
+def test_a_second_path_of_a_shared_module_is_refused(model: TorchModel) -> None:
+    with pytest.raises(LocationError, match="again is the same module object as twice"):
+        with model.trace(X):
+            found = model.again.output

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nnsight_core import Backend, LocationError, Model, OutOfOrderError, TorchModel, Tracer
+from nnsight_core import Backend, EngineError, LocationError, Model, OutOfOrderError, TorchModel, Tracer
 
 from . import nets
 from .nets import X, check_idle
@@ -100,7 +100,7 @@ def test_the_result_before_the_end_says_so() -> None:
 
 
 def test_the_tracer_of_a_block_has_only_what_it_has() -> None:
-    with pytest.raises(LocationError, match="has no 'saves'"):
+    with pytest.raises(LocationError, match="does not have 'saves'"):
         with model.trace(X) as tracer:
             tracer.saves
 
@@ -158,7 +158,7 @@ def test_two_models_in_one_process_do_not_meet() -> None:
 
 
 def test_a_model_without_backend_says_so() -> None:
-    with pytest.raises(LocationError, match="no backend"):
+    with pytest.raises(EngineError, match="no backend"):
         Model().trace("Hello")
 
 
@@ -169,8 +169,25 @@ def test_a_backend_is_what_has_the_three_methods() -> None:
 def test_an_unknown_tree_accepts_every_name() -> None:
     unknown = Model()
     assert repr(unknown.transformer.h[3].mlp) == "<transformer.h.3.mlp>"
-    with pytest.raises(LocationError, match="length of transformer.h is not known"):
+    with pytest.raises(EngineError, match="no backend"):
         len(unknown.transformer.h)
+
+
+def test_a_tree_is_learned_when_a_length_is_asked_for() -> None:
+    late = Model(backend=model._backend)
+    assert late._places.tree is None
+    assert len(late.layers) == len(model.layers)
+    with pytest.raises(LocationError, match="layrs"):
+        len(late.layrs)
+
+
+@pytest.mark.parametrize("name", ["iter", "stop", "cache"])
+def test_what_is_not_there_yet_is_said_to_be_so(name: str) -> None:
+    with pytest.raises(LocationError, match=f"does not yet have '{name}'"):
+        with model.trace(X) as tracer:
+            found = getattr(tracer, name)
+    with pytest.raises(LocationError, match="not there yet"):
+        model.edit
 
 
 def test_a_finished_trace_keeps_no_run_alive() -> None:

@@ -204,7 +204,15 @@ def test_a_name_from_outside_that_several_invokes_save_is_a_list() -> None:
                 outside.save()
                 x = model.embed.output.save()
     assert [v.tolist() for v in tracer.saves["outside"]] == [[0.0], [0.0]]
-    assert outside.tolist() == [0.0] and len(x) == 2
+    assert [v.tolist() for v in outside] == [[0.0], [0.0]] and len(x) == 2
+
+
+def test_a_container_from_outside_comes_home_under_its_name() -> None:
+    found: list[float] = []
+    with model.trace(X):
+        found.append(model.embed.output.sum().item())
+        found.save()
+    assert len(found) == 1
 
 
 def test_other_objects_keep_their_own_save() -> None:

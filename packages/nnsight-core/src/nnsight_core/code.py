@@ -43,6 +43,8 @@ class Code:
     compiled: CodeType
     snapshots: bool
     """Whether a saved tensor may be changed in place later in the block."""
+    unseen: bool
+    """Whether the block may write in a way that PyTorch does not count (`.data`, NumPy)."""
 
 
 @lru_cache(maxsize=1024)
@@ -76,6 +78,11 @@ def compile_block(source: str, filename: str, line: int, function: str, lazy: bo
             )
     names = analyse(body, lazy)
     snapshots = any(_may_change(node) for statement in body for node in ast.walk(statement))
+    unseen = any(
+        isinstance(node, ast.Attribute) and node.attr in _UNSEEN
+        for statement in body
+        for node in ast.walk(statement)
+    )
     module = _Rewrite(names).visit(ast.Module(body=body, type_ignores=[]))
     ast.fix_missing_locations(module)
     try:
@@ -84,7 +91,7 @@ def compile_block(source: str, filename: str, line: int, function: str, lazy: bo
     except SyntaxError as error:
         raise CaptureError(f"{filename}:{error.lineno}: {error.msg} of the block.") from error
     compiled = compiled.replace(co_name=function, co_qualname=function)
-    return Code(source, filename, line, function, lazy, names, compiled, snapshots)
+    return Code(source, filename, line, function, lazy, names, compiled, snapshots, unseen)
 
 
 _ASYNC = ast.AsyncFor | ast.AsyncWith
@@ -122,6 +129,7 @@ def _may_change(node: ast.AST) -> bool:
     return False
 
 
+_UNSEEN = ("data", "data_ptr", "numpy", "storage", "untyped_storage", "__array__", "__dlpack__")
 _PURE_CALLS = """
     abs all any bool dict enumerate float int isinstance len list max min print range repr round
     save set sorted str sum tuple type zip

@@ -6,10 +6,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from nnsight_core.backend import Backend, Invoke
-from nnsight_core.errors import LocationError
+from nnsight_core.errors import EngineError, LocationError
 from nnsight_core.node import Places, Root
 from nnsight_core.tracer import NO_PROMPT, Tracer
 from nnsight_core.tree import ModelTree
+
+
+_NOT_YET = ("chat", "clear_edits", "edit", "edits", "explain", "kept", "scan", "session", "std")
 
 
 class Model(Root):
@@ -24,6 +27,7 @@ class Model(Root):
     def __init__(self, places: Places | None = None, backend: Backend | None = None) -> None:
         super().__init__(places or Places(), "")
         object.__setattr__(self, "_backend", backend)
+        self._places.learn = lambda: self.tree
 
     def trace(self, prompt: Any = NO_PROMPT, *, fn: Any = None, **sampling: Any) -> Tracer:
         """Run the body of a `with` statement inside the model's forward pass.
@@ -71,8 +75,13 @@ class Model(Root):
     def _backend_for(self, arguments: dict[str, Any]) -> Backend:
         """The backend of one trace; takes out of `arguments` what only chooses it."""
         if self._backend is None:
-            raise LocationError("This model has no backend.")
+            raise EngineError("This model has no backend.")
         return self._backend
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_YET:
+            raise LocationError(f"`{name}` is not there yet: a model can be traced and generate.")
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

@@ -7,6 +7,7 @@ checked when the trace is submitted.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ class Places:
         modules: the modules by path, where the tree belongs to a model that is loaded here.
         locations: the locations by name, made when first asked for.
         prepare: called before an operation inside a module's forward is asked for.
+        learn: gives the tree where it is not known and something needs it.
     """
 
     def __init__(
@@ -40,21 +42,30 @@ class Places:
         self.tree = tree
         self.modules = modules or {}
         self.prepare = prepare
+        self.learn: Callable[[], ModelTree] | None = None
         self.locations: dict[tuple[str, str], Location] = {}
         self.nodes: dict[str, Node] = {}
 
     def location(self, path: str, side: str) -> Location:
-        """The one `Location` object of a path and side (shared modules have one, too)."""
+        """The one `Location` object of a path and side.
+
+        Raises:
+            LocationError: the module is met first under another path, so that a visit would not be
+                the one that this path speaks of.
+        """
         found = self.locations.get((path, side))
         if found is None:
-            info = self.tree.modules.get(path) if self.tree else None
+            module, source, _ = path.partition(".source.")
+            info = self.tree.modules.get(module) if self.tree else None
             if info is not None and info.same_as is not None:
-                found = self.location(info.same_as, side)
-            else:
-                found = Location(path, side)
-                # How often an operation runs in one forward (a loop around it) is not recorded.
-                found.repeats = ".source." in path or (info is not None and info.repeats)
-            self.locations[path, side] = found
+                raise LocationError(
+                    f"{module} is the same module object as {info.same_as}, so its visits cannot "
+                    f"be told apart by path. Ask for {info.same_as}, or for the operation that "
+                    "calls it (`.source` of the module around it)."
+                )
+            found = self.locations[path, side] = Location(path, side)
+            # How often an operation runs in one forward (a loop around it) is not recorded.
+            found.repeats = bool(source) or (info is not None and info.repeats)
         return found
 
     def node(self, path: str) -> Node:
@@ -73,7 +84,9 @@ class Places:
 
 def no_such(tree: ModelTree, path: str) -> str:
     """The message for a path that does not exist."""
-    near = tree.nearest(path)
+    parent, _, name = path.rpartition(".")
+    near = [f"{parent}.{s}" for s in difflib.get_close_matches(name, SIDES, 1, 0.8)]
+    near += tree.nearest(path)
     hint = f" Nearest: {', '.join(near)}." if near else ""
     return f"{tree.model} has no module {path!r}.{hint}"
 
@@ -131,9 +144,12 @@ class Node:
         module = places.modules.get(self._path)
         if module is not None:
             try:
-                return getattr(module, name)
+                value = getattr(module, name)
             except AttributeError:
                 pass
+            else:
+                run = current_run() if isinstance(value, Tensor) else None
+                return value if run is None else run.lend(path, value)
         raise LocationError(no_such(places.tree, path))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -176,7 +192,7 @@ class Node:
         return module(*[_bare(a) for a in args], **{k: _bare(v) for k, v in kwargs.items()})
 
     def __getitem__(self, index: int | slice | str) -> Any:
-        names = self._numbered()
+        names = self._numbered(needed=not isinstance(index, int) or index < 0)
         if isinstance(index, slice):
             if names is None:
                 raise LocationError(f"The length of {self._path} is not known yet.")
@@ -210,9 +226,15 @@ class Node:
     def __repr__(self) -> str:
         return f"<{self._path or 'model'}>"
 
-    def _numbered(self) -> tuple[str, ...] | None:
-        tree = self._places.tree
-        return None if tree is None else tree.modules[self._path].children
+    def _numbered(self, needed: bool = True) -> tuple[str, ...] | None:
+        places = self._places
+        if places.tree is None and needed and places.learn is not None:
+            places.tree = places.learn()
+        if places.tree is None:
+            return None
+        if self._path not in places.tree.modules:
+            raise LocationError(no_such(places.tree, self._path))
+        return places.tree.modules[self._path].children
 
 
 class Source:

@@ -94,7 +94,10 @@ class Run:
         self.value: Any = None
         self.skipped: list[str] = []
         self.interleaver: Interleaver | None = None
-        self._past: list[tuple[weakref.ref[Tensor], int, Location]] = []
+        self._past: list[tuple[weakref.ref[Tensor], int, Location, int]] = []
+        self._lent: list[tuple[Tensor, int, str]] = []
+        self._frame: FrameType | None = None
+        self._line = code.line
         self._worker: _Worker | None = None
         self._grad = False
         scope[SAVE] = self._save_method
@@ -131,23 +134,33 @@ class Run:
         """End a visit: what its value holds from here on is no longer looked at."""
         assert self.open is not None
         location = self.open
-        self._past += [(weakref.ref(t), t._version, location) for t in flat(self.value)]
+        line = self._line
+        self._past += [(weakref.ref(t), t._version, location, line) for t in flat(self.value)]
         self.open = self.value = None
 
-    def check_late(self, last: int | None = None) -> LateWriteError | None:
-        """An error if a value was written in place after its visit was over.
+    def check_late(self, last: int | None = None) -> WriteError | None:
+        """An error if something was written in place that nothing reads.
 
         Args:
             last: look at the last so many tensors only, so that a block of many reads does not look
                 at all of them at each; what is missed is found when the block ends.
         """
-        for reference, version, location in self._past if last is None else self._past[-last:]:
+        for reference, version, location, line in (
+            self._past if last is None else self._past[-last:]
+        ):
             tensor = reference()
             if tensor is not None and tensor._version != version:
                 return LateWriteError(
-                    f"{location} was written in place after its visit was over, so nothing reads "
-                    "what was written. Write before the block asks for a later location, or write "
-                    "to a clone if the value is only for the block's own use."
+                    f"{location} was written in place after its visit was over (after line {line} "
+                    f"of {self.code.filename}), so nothing reads what was written. Write before "
+                    "the block asks for a later location, or write to a clone if the value is only "
+                    "for the block's own use."
+                )
+        for tensor, version, name in self._lent:
+            if tensor._version != version:
+                return WriteError(
+                    f"{name} is a tensor of the model, which every request shares: a block cannot "
+                    "write it. Use a clone for the block's own use."
                 )
         if len(self._past) > _FORGET_FROM:
             self._past = [entry for entry in self._past if entry[0]() is not None]
@@ -162,10 +175,22 @@ class Run:
         late = self.check_late(_RECENT)
         if late is not None:
             raise late
+        if self._frame is None:
+            self._frame = _frame_of(self.code)
+        if self._frame is not None:
+            self._line = self._frame.f_lineno
         assert self.interleaver is not None
         self.interleaver.check(self, location)
         assert self._worker is not None and self._worker.parent is not None
         return self._worker.parent.switch(location)
+
+    def lend(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the model itself (a weight), which the block may read and not write."""
+        if self.code.snapshots:
+            tensor = tensor.detach().clone()
+        if not tensor.is_inference():
+            self._lent.append((tensor, tensor._version, name))
+        return tensor
 
     def write(self, location: Location, value: Any) -> None:
         """Replace the value at a location by one of the same rows, width and dtype."""
@@ -212,7 +237,8 @@ class Run:
             self.error = error
         finally:
             self.dead = True
-            self._worker = None
+            self._worker = self._frame = None
+            self._lent.clear()
             # Else the scope and the run hold each other, and every value, until a later collection.
             self.scope.pop(SAVE, None)
 
@@ -358,8 +384,14 @@ def check_order(run: Run, location: Location, gone: bool) -> None:
         )
 
 
-def _line_of(code: Code) -> int:
+def _frame_of(code: Code) -> FrameType | None:
+    """The frame in which a block's own code is executing."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not code.compiled:
         frame = frame.f_back
+    return frame
+
+
+def _line_of(code: Code) -> int:
+    frame = _frame_of(code)
     return frame.f_lineno if frame else code.line

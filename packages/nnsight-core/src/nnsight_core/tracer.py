@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nnsight_core.model import Model
 
 NO_PROMPT: Any = object()
+_NOT_YET = ("all", "barrier", "cache", "iter", "stop")
 
 
 class BlockTracer:
@@ -38,7 +39,8 @@ class BlockTracer:
         )
 
     def __getattr__(self, name: str) -> Any:
-        raise LocationError(f"The tracer of a block has no {name!r}; it has `result`.")
+        yet = "yet " if name in _NOT_YET else ""
+        raise LocationError(f"The tracer of a block does not {yet}have {name!r}; it has `result`.")
 
 
 class _Captured:
@@ -143,7 +145,11 @@ class Tracer(_Captured):
                 "The trace has no prompt: give it one (`model.trace(prompt)`) or open invokes in "
                 "it (`with tracer.invoke(prompt):`)."
             )
-        self._run()
+        try:
+            self._run()
+        except BaseException as raised:
+            _forget_skip(raised)
+            raise
         return True
 
     def _add(self, invoke: Invoke, frame: FrameType) -> None:
@@ -174,12 +180,11 @@ class Tracer(_Captured):
         self.outputs = [o.output for o in outcomes]
         self.saves = _by_name(invokes, outcomes)
         self.value = _one_or_all([o.value() for o in outcomes])
-        if frames:
-            for name, value in self.saves.items():
-                for frame, invoke in zip(frames, invokes, strict=True):
-                    if _binds(invoke, name):
-                        push(frame, {name: value})
-                        break
+        for name, value in self.saves.items():
+            for frame, invoke in zip(frames, invokes, strict=False):
+                if _names(invoke, name):
+                    push(frame, {name: value})
+                    break
         errors = [e for outcome in outcomes for e in outcome.errors]
         if isinstance(failure, ProtocolError):
             failure.arrived = dict(self.saves)
@@ -283,7 +288,7 @@ def _by_name(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
         return found[0]
     names: dict[str, Any] = {}
     for name in dict.fromkeys(name for saved in found for name in saved):
-        may = [name in saved or _binds(i, name) for i, saved in zip(invokes, found, strict=True)]
+        may = [name in saved or _names(i, name) for i, saved in zip(invokes, found, strict=True)]
         if sum(may) > 1:
             names[name] = [saved.get(name) for saved in found]
         else:
@@ -291,8 +296,12 @@ def _by_name(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
     return names
 
 
-def _binds(invoke: Invoke, name: str) -> bool:
-    return invoke.block is not None and name in invoke.block.code.names.binds
+def _names(invoke: Invoke, name: str) -> bool:
+    """Whether an invoke's block may save something under a name."""
+    if invoke.block is None:
+        return False
+    names = invoke.block.code.names
+    return name in names.binds or name in names.saved or name in names.needs
 
 
 def _raise(errors: list[BaseException], invokes: int) -> None:
@@ -302,12 +311,16 @@ def _raise(errors: list[BaseException], invokes: int) -> None:
     error: Exception = ready[0]
     if len(ready) > 1:
         error = ExceptionGroup(f"{len(ready)} errors in {invokes} invokes", ready)
-    context = error.__context__
-    try:
-        raise error
-    finally:
-        # Python would show how the body was skipped as what led to the error.
-        error.__context__ = context
+    raise error
+
+
+def _forget_skip(error: BaseException) -> None:
+    """Python would show how the body was skipped as what led to the error."""
+    while error.__context__ is not None:
+        if isinstance(error.__context__, Skipped):
+            error.__context__ = None
+            return
+        error = error.__context__
 
 
 def _wrapped(error: BaseException) -> BlockError:

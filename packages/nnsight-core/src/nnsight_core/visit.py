@@ -79,7 +79,7 @@ class Visit:
             )
         changed: dict[int, Tensor] = {}
         for index, (copy, now) in enumerate(zip(self.copies, new, strict=True)):
-            if now is copy.private and now._version == copy.version:
+            if now is copy.private and now._version == copy.version and not self._unseen(copy):
                 continue
             if copy.rows is None:
                 raise WriteError(
@@ -98,6 +98,11 @@ class Visit:
                 )
             changed[index] = now
         return changed
+
+    def _unseen(self, copy: Copy) -> bool:
+        """Whether a copy was written in a way that PyTorch does not count."""
+        unseen = self.run.code.unseen and copy.rows is not None
+        return unseen and not torch.equal(copy.private, copy.rows)
 
     def of_model(self, changed: dict[int, Tensor]) -> bool:
         """Whether a tensor that was written lies in the model's own parameters."""
