@@ -34,7 +34,8 @@ def main(url: str, repo: str) -> None:
     print(f"   logits               {tuple(logits.shape)} {logits.dtype}, best token {best!r}")
     print(f"   text                 {plain.outputs[0].text!r}")
     print(f"   without layer 10 mlp {edited.outputs[0].text!r}")
-    print(f"   logits moved by      {(without - logits).float().norm() / logits.float().norm():.2f}")
+    moved = (without - logits).float().norm() / logits.float().norm()
+    print(f"   logits moved by      {moved:.2f} of their norm")
     if mlp.shape[0] != len(plain.prompt_token_ids) or best != " Paris":
         raise SystemExit("These are not the values of this prompt.")
     if edited.outputs[0].text == plain.outputs[0].text:

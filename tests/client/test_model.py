@@ -150,3 +150,10 @@ def test_importing_it_brings_neither_an_engine_nor_the_web():
         "    assert name not in sys.modules, name"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_misspelt_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match="'server'.*'serve'"):
+        VLLM("model", server="http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="'sync' or 'async'"):
+        VLLM("model", mode="asink")

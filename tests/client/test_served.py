@@ -267,3 +267,15 @@ def test_pickled_values_are_not_taken(server_url, gpt2_path):
     frames = list(backend._frames(message.frame([b"cos\nsystem\n"])))
     assert frames[0].header["error"]["name"] == PolicyError.__name__
     assert next(backend.submit([Invoke(PROMPT, {"max_tokens": 1})])).error is None
+
+
+def test_the_worker_packages_model_takes_a_server_too(server_url: str, gpt2_path: str) -> None:
+    from nnsight_vllm_worker import VLLM as Local
+
+    with Local(gpt2_path, serve=server_url) as model:
+        assert len(model.transformer.h) == 12
+        with model.trace("The Eiffel Tower is in the city of", temperature=0.0, max_tokens=1) as tr:
+            hidden = model.transformer.h[6].output.save()
+            out = tr.result.save()
+        assert not model.dispatched
+    assert hidden.shape == (8, 96) and out.outputs[0].text == " Paris"

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from nnsight_core import Backend, EngineError, LocationError, Model, OutOfOrderError, TorchModel, Tracer
+from nnsight_core import (
+    Backend,
+    EngineError,
+    LocationError,
+    Model,
+    OutOfOrderError,
+    TorchModel,
+    Tracer,
+)
 
 from . import nets
 from .nets import X, check_idle
@@ -345,3 +353,11 @@ def test_the_module_stays_usable_and_untouched_by_many_traces() -> None:
     close(net(X), before)
     net(X).sum().backward()
     assert net[0].weight.grad is not None
+
+
+def test_a_node_of_another_model_is_refused() -> None:
+    other = nets.make()
+    for held in (other, other.layers[0], [other.layers[0]]):
+        with pytest.raises(LocationError, match="of another model"):
+            with model.trace(X):
+                found = held.embed.output.save()

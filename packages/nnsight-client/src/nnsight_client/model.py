@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,12 @@ class VLLM(Model):
         dispatch: bool = False,
         **engine_args: Any,
     ) -> None:
+        for name in engine_args:
+            near = difflib.get_close_matches(name, ("serve", "api_key", "dispatch"), 1, 0.7)
+            if near and not dispatch:
+                raise TypeError(f"Unknown argument {name!r}. Did you mean {near[0]!r}?")
+        if engine_args.get("mode", "sync") not in ("sync", "async"):
+            raise ValueError(f"mode={engine_args['mode']!r}: it is 'sync' or 'async'.")
         super().__init__()
         self._repo = repo
         self._serve = serve

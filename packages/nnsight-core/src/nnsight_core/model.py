@@ -11,7 +11,6 @@ from nnsight_core.node import Places, Root
 from nnsight_core.tracer import NO_PROMPT, Tracer
 from nnsight_core.tree import ModelTree
 
-
 _NOT_YET = ("chat", "clear_edits", "edit", "edits", "explain", "kept", "scan", "session", "std")
 
 

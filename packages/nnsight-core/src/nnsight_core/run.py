@@ -23,6 +23,7 @@ from nnsight_core.code import SAVE, Code
 from nnsight_core.errors import LateWriteError, LocationError, OutOfOrderError, WriteError
 from nnsight_core.locations import Location
 from nnsight_core.values import describe, dtype_name, flat, leaves, map_tensors
+from nnsight_core.wall import behind_wall
 
 if TYPE_CHECKING:
     from nnsight_core.interleaver import Interleaver
@@ -52,7 +53,10 @@ class _Worker(greenlet):
 
     executing: Run | None = None
 
-    def run(self, *_: Any) -> None:
+    def run(self, *_: Any) -> None:  # type: ignore[override]
+        behind_wall(self._work)
+
+    def _work(self) -> None:
         while self.executing is not None:
             self.executing.execute()
             self.executing = None

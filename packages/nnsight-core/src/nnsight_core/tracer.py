@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_core.backend import Backend, Ended, Event, Finished, Invoke, Printed
 from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, push
 from nnsight_core.errors import BlockError, LocationError, ProtocolError
+from nnsight_core.node import Node
 from nnsight_core.outputs import RESULT_LATER, LateResult, RequestOutput
 from nnsight_core.run import current_run
 from nnsight_core.sampling import merge
@@ -153,6 +154,8 @@ class Tracer(_Captured):
         return True
 
     def _add(self, invoke: Invoke, frame: FrameType) -> None:
+        if invoke.block is not None:
+            _check_nodes(invoke.block, self._model)
         self._invokes.append(invoke)
         self._frames.append(frame)
 
@@ -220,6 +223,17 @@ class InvokeContext(_Captured):
         self._tracer._add(Invoke(self._prompt, self._sampling, self._block), self._frame)
         self._frame = self._block = None
         return True
+
+
+def _check_nodes(block: Block, model: Model) -> None:
+    """Refuse the nodes of another model, whose paths would name this one's modules."""
+    for name, value in block.names.items():
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(part, Node) and part._places is not model._places:
+                raise LocationError(
+                    f"{block.code.filename}:{block.code.names.needs.get(name, block.code.line)}: "
+                    f"{name!r} names {part!r} of another model than the one that is traced."
+                )
 
 
 class _Outcome:

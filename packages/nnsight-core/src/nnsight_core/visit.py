@@ -101,8 +101,9 @@ class Visit:
 
     def _unseen(self, copy: Copy) -> bool:
         """Whether a copy was written in a way that PyTorch does not count."""
-        unseen = self.run.code.unseen and copy.rows is not None
-        return unseen and not torch.equal(copy.private, copy.rows)
+        if not self.run.code.unseen or copy.rows is None:
+            return False
+        return not torch.equal(copy.private, copy.rows)
 
     def of_model(self, changed: dict[int, Tensor]) -> bool:
         """Whether a tensor that was written lies in the model's own parameters."""

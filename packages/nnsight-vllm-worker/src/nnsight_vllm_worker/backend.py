@@ -13,6 +13,7 @@ from nnsight_core.wire.code import CodeEncoder
 from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_core.wire.messages import read_message
 from nnsight_vllm_worker.engine import SyncEngine
+from nnsight_vllm_worker.prompts import sampling_of
 from nnsight_vllm_worker.submission import Request, request_of
 
 
@@ -40,6 +41,9 @@ class LocalBackend:
         self._device = device
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
+        for invoke in invokes:
+            # Before an engine is built: a misspelt argument is known at once.
+            sampling_of({k: v for k, v in invoke.sampling.items() if k != "lora_request"})
         engine = self._engine()
         requests: list[Request] = []
         blobs: dict[str, Buffer] = {}

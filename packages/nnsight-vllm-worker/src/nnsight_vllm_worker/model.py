@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, Literal
 
+from nnsight_core.backend import Backend
 from nnsight_core.errors import EngineDeadError
 from nnsight_core.model import Model
 from nnsight_core.outputs import RequestOutput
@@ -27,6 +29,8 @@ class VLLM(Model):
         repo: a model's name or folder, as vLLM takes it.
         mode: `sync`; an engine for asyncio is to come.
         dispatch: build the engine now; otherwise the first trace or generation does.
+        serve: a server's address, whose engine is used instead (with the client package).
+        api_key: the key that the server wants.
         save_device: where saved tensors arrive, such as `cuda`; the CPU otherwise.
         **engine_args: whatever `vllm.LLM` takes. What we force or default is in
             `engine_settings()`.
@@ -48,6 +52,8 @@ class VLLM(Model):
         *,
         mode: Literal["sync", "async"] = "sync",
         dispatch: bool = False,
+        serve: str | None = None,
+        api_key: str | None = None,
         save_device: str = "cpu",
         **engine_args: Any,
     ) -> None:
@@ -59,9 +65,14 @@ class VLLM(Model):
             backend=LocalBackend(self._dispatched, lambda: self.tokenizer, device=save_device)
         )
         self._repo = repo
+        self._serve = serve
+        self._api_key = api_key
+        self._servers: dict[tuple[str, str | None], Any] = {}
         self._arguments = engine_args
         self._engine: SyncEngine | None = None
         self._closed = False
+        if dispatch and serve is not None:
+            raise ValueError("A model runs on a server (serve=) or here (dispatch=True).")
         if dispatch:
             self._dispatched()
 
@@ -89,6 +100,8 @@ class VLLM(Model):
         Before the engine is built it is read from vLLM's classes and marked `provisional`, unless
         an engine has recorded it on this machine before.
         """
+        if self._places.tree is None and self._serve is not None:
+            self._places.tree = self._backend_for({}).describe()
         if self._places.tree is None:
             tree = load_tree(self._repo, engine(), self._arguments)
             if tree is None:
@@ -128,6 +141,8 @@ class VLLM(Model):
     def close(self) -> None:
         """End the engine and its processes."""
         self._closed = True
+        for server in self._servers.values():
+            server.close()
         if self._engine is not None:
             self._engine.close()
 
@@ -139,3 +154,26 @@ class VLLM(Model):
             self._places.tree = self._engine.tree
             keep_tree(self._engine.tree, self._repo, engine(), self._arguments)
         return self._engine
+
+    def _backend_for(self, arguments: dict[str, Any]) -> Backend:
+        url = arguments.pop("serve", None) or self._serve
+        key = arguments.pop("api_key", None)
+        if url is None:
+            return super()._backend_for(arguments)
+        # The model's key is for the model's own server, and shown to no other.
+        key = self._api_key if key is None and url == self._serve else key
+        if (url, key) not in self._servers:
+            self._servers[url, key] = _client().HttpBackend(
+                url, key, lambda: vars(self).get("tokenizer"), lambda: self._places.tree
+            )
+        return self._servers[url, key]
+
+
+def _client() -> Any:
+    """The client package, which this one needs for nothing but another's server."""
+    try:
+        return importlib.import_module("nnsight_client.http_backend")
+    except ModuleNotFoundError as error:
+        if error.name != "nnsight_client":
+            raise
+        raise ImportError("serve= needs the client package: pip install nnsight-client.") from None
