@@ -29,7 +29,8 @@ demo: .venv/.ready .venv-client/.ready ## Serve a real model and trace it from a
 	$(PY) scripts/demo.py $(ARGS)
 
 test: .venv/.ready .venv-client/.ready ## Run the tests, on vLLM's CPU backend
-	$(PY) -m pytest $(or $(ARGS),--ignore=tests/processes)
+	$(PY) -m pytest $(or $(ARGS),--ignore=tests/docs --ignore=tests/processes)
+	$(if $(ARGS),,$(PY) -m pytest tests/docs)
 	$(if $(ARGS),,$(PY) -m pytest tests/processes)
 
 lint: .venv/.ready ## Check style, format, types and import directions; changes nothing

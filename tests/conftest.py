@@ -23,6 +23,8 @@ ROOT = Path(__file__).parent.parent
 # times as fast; the tests of vLLM's default (tests/processes) run apart and unset the switch.
 os.environ.update(
     HF_HUB_OFFLINE="1",
+    # Else PyTorch's look at whether there is a GPU keeps engines from being forked.
+    PYTORCH_NVML_BASED_CUDA_CHECK="1",
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_HOST_IP="127.0.0.1",

@@ -165,6 +165,7 @@ def test_a_failing_start_says_its_root_cause(
         VLLM(gpt2_path, dispatch=True, max_model_length=256)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM does not import the script again there")
 def test_a_script_without_a_guard_gets_one_sentence(gpt2_path: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
