@@ -30,7 +30,7 @@ if torch.cuda.is_available():
     # Several engines share one GPU in these tests.
     SETTINGS["gpu_memory_utilization"] = 0.1
     # A process that has had one engine cannot fork another onto the GPU.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def children() -> list[psutil.Process]:
@@ -167,14 +167,13 @@ def test_a_failing_start_says_its_root_cause(
         VLLM(gpt2_path, dispatch=True, max_model_length=256)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM does not import the script again there")
 def test_a_script_without_a_guard_gets_one_sentence(gpt2_path: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from nnsight_vllm_worker import VLLM\n"
         f"VLLM({gpt2_path!r}, dispatch=True, **{SETTINGS!r})\n"
     )
-    environment = {**os.environ, "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    environment = {**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
