@@ -28,7 +28,7 @@ from nnsight_core.wall import behind_wall
 if TYPE_CHECKING:
     from nnsight_core.interleaver import Interleaver
 
-_RECENT = 4
+_RECENT = 2
 _FORGET_FROM = 256
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 

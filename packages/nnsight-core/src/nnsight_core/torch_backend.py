@@ -137,7 +137,7 @@ def _compact(event: Ended) -> Ended:
 
     for name, value in event.saves.items():
         # What needs no change stays the very object, so that one under two names stays one.
-        if any(own(tensor) is not tensor for tensor in flat(value)):
+        if any(tensor._is_view() and own(tensor) is not tensor for tensor in flat(value)):
             event.saves[name] = made.setdefault(id(value), map_tensors(value, own))
     return event
 

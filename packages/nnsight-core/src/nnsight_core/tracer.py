@@ -285,10 +285,15 @@ class _Outcome:
         if isinstance(value, LateResult):
             return self.output
         if type(value) in (list, tuple):
+            if not any(isinstance(part, _MAY_BE_LATE) for part in value):
+                return value
             return type(value)(self._late(v) for v in value)
         if type(value) is dict:
             return {k: self._late(v) for k, v in value.items()}
         return value
+
+
+_MAY_BE_LATE = (LateResult, list, tuple, dict)
 
 
 def _one_or_all(values: list[Any]) -> Any:

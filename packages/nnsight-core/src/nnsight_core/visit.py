@@ -140,9 +140,7 @@ class Visit:
 
 def outside_inference() -> AbstractContextManager[None]:
     """Where tensors are ordinary ones, whose versions PyTorch counts."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(False)  # type: ignore[return-value]
-    return _NOTHING
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
