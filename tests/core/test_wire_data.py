@@ -336,3 +336,8 @@ def test_any_json_is_a_value_or_a_protocol_error(form: Any) -> None:
         Decoder([b"12345678"]).decode(form)
     except ProtocolError:
         pass
+
+
+def test_a_key_that_is_met_again_in_a_value_comes_back() -> None:
+    value = {None: {b"": 1}, b"": 2}
+    assert there_and_back(value) == value

@@ -274,8 +274,10 @@ class Decoder:
     def _dict(self, form: dict[str, Json]) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
         self._made[form.get("#", -1)] = made
-        for key, value in zip(form["k"], form["v"], strict=True):
-            made[self.decode(key)] = self.decode(value)
+        # In the order of writing, all keys first: a value may refer to a key.
+        keys = [self.decode(key) for key in form["k"]]
+        for key, value in zip(keys, form["v"], strict=True):
+            made[key] = self.decode(value)
         return made
 
     def _named(self, form: dict[str, Json]) -> Any:
