@@ -138,8 +138,9 @@ class Run:
         """End a visit: what its value holds from here on is no longer looked at."""
         assert self.open is not None
         location = self.open
-        line = self._line
-        self._past += [(weakref.ref(t), t._version, location, line) for t in flat(self.value)]
+        value, line = self.value, self._line
+        for tensor in (value,) if isinstance(value, Tensor) else flat(value):
+            self._past.append((weakref.ref(tensor), tensor._version, location, line))
         self.open = self.value = None
 
     def check_late(self, last: int | None = None) -> WriteError | None:
