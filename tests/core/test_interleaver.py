@@ -788,3 +788,31 @@ def test_a_second_path_of_a_shared_module_is_refused(model: TorchModel) -> None:
     with pytest.raises(LocationError, match="again is the same module object as twice"):
         with model.trace(X):
             found = model.again.output
+
+
+def test_a_value_that_cannot_be_copied_ends_the_run_and_not_the_forward(model: TorchModel) -> None:
+    class Odd(dict[str, torch.Tensor]):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            super().__init__(x=tensor)
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> Odd:
+            return Odd(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)["x"] + 1
+
+    odd = TorchModel(Outer())
+    with pytest.raises(TypeError):
+        with odd.trace(X):
+            before = odd.inner.input.save()
+            found = odd.inner.output
+    assert torch.equal(before, X)
+    with odd.trace(X):
+        found = odd.output.save()
+    assert torch.equal(found, X + 1)

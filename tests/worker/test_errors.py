@@ -277,3 +277,20 @@ def test_a_save_that_no_name_holds_warns(gpt2: Any) -> None:
     with pytest.warns(nnsight_core.UnboundSaveWarning, match="no name holds it"):
         with gpt2.trace(PROMPT, temperature=0.0, max_tokens=1):
             gpt2.transformer.h[2].output.save()
+
+
+def test_a_container_that_holds_itself_is_an_error_of_its_request(gpt2: Any) -> None:
+    with pytest.raises((EncodeError, RecursionError)):
+        with gpt2.trace(PROMPT, max_tokens=1):
+            held = nnsight_core.save([])
+            held.append(held)
+
+
+def test_what_is_no_block_of_ours_leaves_the_engine_alone(gpt2: Any) -> None:
+    with pytest.raises(ValueError, match="take another name"):
+        gpt2.generate(PROMPT, max_tokens=1, extra_args={"nnsight": b"garbage"})
+    params = gpt2.llm.get_default_sampling_params()
+    params.max_tokens, params.temperature = 1, 0.0
+    params.extra_args = {"nnsight": b"garbage"}
+    (out,) = gpt2.llm.generate([PROMPT], params, use_tqdm=False)
+    assert out.outputs[0].text == " Paris"

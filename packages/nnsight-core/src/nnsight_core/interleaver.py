@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nnsight_core.errors import LocationError, NNsightError
+from nnsight_core.errors import LocationError
 from nnsight_core.locations import Location, Phase
 from nnsight_core.run import Run, check_order, check_replacement
 from nnsight_core.visit import Rows, Visit, outside_inference
@@ -117,17 +117,18 @@ class Interleaver:
                 wanted = self._switch(run, visit.value)
                 changed = visit.written(run.value)
                 run.close()
-        except NNsightError as error:
-            # The rows could not be told apart, or what was written cannot be put back.
+            if changed and (location.side == "input" or visit.of_model(changed)):
+                value = visit.put_into_copy(value, changed)
+            elif changed:
+                visit.put_back(changed)
+        except Exception as error:
+            # The rows could not be told apart, what was written cannot be put back, memory is
+            # short: whatever it is, it ends this run and not the forward pass.
             if run.open is not None:
                 run.close()
             self._fail(run, error)
-            return value
-        if changed and (location.side == "input" or visit.of_model(changed)):
-            value = visit.put_into_copy(value, changed)
-        elif changed:
-            visit.put_back(changed)
-        self._park(run, wanted)
+        else:
+            self._park(run, wanted)
         return value
 
     def _put_skip(self, run: Run, location: Location, value: Any, replacement: Any) -> None:
@@ -135,11 +136,9 @@ class Interleaver:
             with outside_inference():
                 visit = Visit(self.rows, run, location, value)
             check_replacement(location, visit.value, replacement)
-            changed = visit.written(replacement)
-        except NNsightError as error:
+            visit.put_back(visit.written(replacement))
+        except Exception as error:
             self._fail(run, error)
-        else:
-            visit.put_back(changed)
 
     def _go_on(self, run: Run, error: BaseException | None = None) -> None:
         with outside_inference():
@@ -161,7 +160,7 @@ class Interleaver:
     def _look(self) -> None:
         self.watching = self.phase == Phase.FORWARD and bool(self.waiting or self.skips)
 
-    def _fail(self, run: Run, error: NNsightError) -> None:
+    def _fail(self, run: Run, error: Exception) -> None:
         self._unpark(run)
         if run.dead:
             run.error = run.error or error

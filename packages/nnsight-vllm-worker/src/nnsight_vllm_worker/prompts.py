@@ -65,6 +65,10 @@ def sampling_of(arguments: Mapping[str, Any]) -> Any:
     ]
     named = normalise(arguments)
     SamplingNames(names).check(named)
+    if "nnsight" in (named.get("extra_args") or ()):
+        raise ValueError(
+            "extra_args['nnsight'] is where a request's block goes; take another name."
+        )
     with refusals():
         return SamplingParams(**named)
 

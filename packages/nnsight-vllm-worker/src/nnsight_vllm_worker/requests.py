@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import logging
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 
 from nnsight_core.code import compile_block
 from nnsight_core.effects import effects_of
+from nnsight_core.errors import ProtocolError
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
 from nnsight_core.watch import Watch
@@ -32,6 +34,7 @@ from nnsight_core.wire.messages import (
 )
 from nnsight_vllm_worker.blobs import Store
 
+_log = logging.getLogger(__name__)
 EXTRA = "nnsight"
 """The entry of `extra_args` that holds a request's block."""
 
@@ -90,8 +93,13 @@ class Tracing:
         data = (extra or {}).get(EXTRA)
         if data is None:
             return
-        frame = read_frame(data)
-        message = expect(frame, BlockMessage)
+        try:
+            frame = read_frame(data)
+            message = expect(frame, BlockMessage)
+        except ProtocolError as error:
+            # Not from our front ends, which never send one: the request goes on as a plain one.
+            _log.warning("Request %s carries no block of this version: %s", request, error)
+            return
         # vLLM names the sequences of one request by a number before the parent's id.
         sequence = int(request.partition("_")[0]) if message.sequences > 1 else 0
         traced = Traced(request, message.key, sequence, prompt, cached)
@@ -129,7 +137,14 @@ class Tracing:
         for traced in self._ended:
             run = traced.run
             run.error = run.error or self._store.check(traced.blobs)
-            self._emit(encode_ended(run, traced.key, traced.sequence, traced.notes))
+            try:
+                frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+            except Exception as error:
+                # Whatever a block saved, encoding it must not take the engine along.
+                run.error = error
+                run.saved.clear()
+                frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+            self._emit(frame)
             self.requests.pop(traced.request, None)
             self.waiting.pop((traced.key, traced.sequence), None)
         self._ended.clear()
