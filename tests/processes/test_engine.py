@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,9 +61,9 @@ def test_an_undispatched_model_knows_its_names(
     assert "(0-11): GPT2Block" in str(model)
     assert model.tree.provisional and len(model.transformer.h) == 12
     assert model.tree.modules["transformer.h.3.attn"].operations
-    started = time.monotonic()
+    # A second time it is read from disk.
+    monkeypatch.setattr("nnsight_vllm_worker.model.tree_of", None)
     assert VLLM(gpt2_path).tree == model.tree
-    assert time.monotonic() - started < 1
     assert not model.dispatched and model.tokenizer.decode([287]) == " Paris"
 
 
@@ -124,11 +123,9 @@ def test_a_dead_engine_is_said_to_be_dead(model: VLLM) -> None:
     model._dispatched()
     for child in children():
         child.send_signal(signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(EngineDeadError, match="build the model anew"):
         with model.trace(PROMPT, max_tokens=50, ignore_eos=True):
             hidden = model.transformer.h[6].output.save()
-    assert time.monotonic() - started < 10
 
 
 def test_closing_ends_the_processes(processes: None, gpt2_path: str) -> None:
