@@ -277,5 +277,7 @@ def test_the_worker_packages_model_takes_a_server_too(server_url: str, gpt2_path
         with model.trace("The Eiffel Tower is in the city of", temperature=0.0, max_tokens=1) as tr:
             hidden = model.transformer.h[6].output.save()
             out = tr.result.save()
+        (plain,) = model.generate("The capital of France is", temperature=0.0, max_tokens=1)
         assert not model.dispatched
+    assert plain.outputs[0].text == " Paris"
     assert hidden.shape == (8, 96) and out.outputs[0].text == " Paris"

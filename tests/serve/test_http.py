@@ -164,7 +164,7 @@ def test_a_client_that_leaves_takes_its_requests_along(server, http):
             encoder.add(invoke)
         return iter(())
 
-    model._server(server.url, None).submit = add.__get__(model)
+    model._servers.backend(server.url).submit = add.__get__(model)
     with model.trace(max_tokens=200, ignore_eos=True, temperature=1.0) as tracer:
         for _ in range(24):
             with tracer.invoke(PROMPT, n=2):

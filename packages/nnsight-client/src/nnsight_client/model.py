@@ -7,13 +7,12 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from nnsight_core.backend import Backend, Invoke
+from nnsight_core.backend import Backend
 from nnsight_core.model import Model
 from nnsight_core.outputs import RequestOutput
-from nnsight_core.tracer import NO_PROMPT, Tracer
 
 if TYPE_CHECKING:
-    from nnsight_client.http_backend import HttpBackend
+    from nnsight_client.servers import Servers
 
 WORKER = "nnsight_vllm_worker"
 
@@ -58,7 +57,6 @@ class VLLM(Model):
         self._serve = serve
         self._api_key = api_key
         self._engine_args = engine_args
-        self._servers: dict[tuple[str, str | None], HttpBackend] = {}
         self._local: Any = None
         if dispatch:
             if serve is not None:
@@ -66,7 +64,7 @@ class VLLM(Model):
             self._local = _worker().VLLM(repo, dispatch=True, **engine_args)
             self._places.tree = self._local.tree
         elif serve is not None:
-            self._server(serve, api_key)
+            self._servers.backend(serve)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -88,17 +86,12 @@ class VLLM(Model):
         backend = self._backend_for(sampling)
         if self._local is not None and backend is self._local._backend:
             return self._local.generate(prompts, **sampling)
-        several = isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts)
-        tracer = Tracer(self, backend, NO_PROMPT, sampling)
-        tracer._invokes = [Invoke(p, sampling) for p in (prompts if several else [prompts])]
-        tracer._run()
-        return [output for output in tracer.outputs if output is not None]
+        return self._generate(backend, prompts, sampling)
 
     def close(self) -> None:
         """Close the connections, and end the engine if one was built here."""
-        for server in self._servers.values():
-            server.close()
-        self._servers.clear()
+        if "_servers" in vars(self):
+            self._servers.close()
         if self._local is not None:
             self._local.close()
 
@@ -114,20 +107,18 @@ class VLLM(Model):
                 "the trace (`trace(..., serve=URL)`), or build an engine in this process "
                 "(`VLLM(..., dispatch=True)`)."
             )
-        if api_key is None and url == self._serve:
-            # The model's key is for the model's own server, and shown to no other.
-            api_key = self._api_key
-        return self._server(url, api_key)
+        return self._servers.backend(url, api_key)
 
-    def _server(self, url: str, api_key: str | None) -> HttpBackend:
-        from nnsight_client.http_backend import HttpBackend
+    @functools.cached_property
+    def _servers(self) -> Servers:
+        from nnsight_client.servers import Servers
 
-        known = self._servers.get((url, api_key))
-        if known is None:
-            known = self._servers[url, api_key] = HttpBackend(
-                url, api_key, lambda: vars(self).get("tokenizer"), lambda: self._places.tree
-            )
-        return known
+        return Servers(
+            self._serve,
+            self._api_key,
+            lambda: vars(self).get("tokenizer"),
+            lambda: self._places.tree,
+        )
 
 
 def _worker() -> Any:

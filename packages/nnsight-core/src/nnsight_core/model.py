@@ -8,6 +8,7 @@ from typing import Any, Self
 from nnsight_core.backend import Backend, Invoke
 from nnsight_core.errors import EngineError, LocationError
 from nnsight_core.node import Places, Root
+from nnsight_core.outputs import RequestOutput
 from nnsight_core.tracer import NO_PROMPT, Tracer
 from nnsight_core.tree import ModelTree
 
@@ -71,6 +72,15 @@ class Model(Root):
         if self._backend is not None:
             self._backend.close()
 
+    def _generate(
+        self, backend: Backend, prompts: Any, sampling: dict[str, Any]
+    ) -> list[RequestOutput]:
+        """Plain generation through a backend: invokes without blocks."""
+        tracer = Tracer(self, backend, NO_PROMPT, sampling)
+        tracer._invokes = [Invoke(prompt, sampling) for prompt in prompts_of(prompts)]
+        tracer._run()
+        return [output for output in tracer.outputs if output is not None]
+
     def _backend_for(self, arguments: dict[str, Any]) -> Backend:
         """The backend of one trace; takes out of `arguments` what only chooses it."""
         if self._backend is None:
@@ -101,3 +111,9 @@ class Model(Root):
 
     def __str__(self) -> str:
         return str(self.tree)
+
+
+def prompts_of(prompts: Any) -> list[Any]:
+    """The prompts of a generation: those of a list, or the one that was given (token ids are)."""
+    several = isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts)
+    return prompts if several else [prompts]

@@ -327,11 +327,6 @@ class Root(Node):
         return self._places.node(path)
 
 
-def in_block() -> bool:
-    """Whether a block is executing here."""
-    return current_run() is not None
-
-
 def _bare(value: Any) -> Any:
     if isinstance(value, Node):
         return value._places.modules[value._path]

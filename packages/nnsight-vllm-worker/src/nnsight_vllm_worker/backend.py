@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nnsight_core.backend import Ended, Event, Finished, Invoke
+from nnsight_core.sampling import normalise
 from nnsight_core.tree import ModelTree
 from nnsight_core.values import map_tensors
 from nnsight_core.wire.blocks import check_block, decode_event, encode_block, known_errors
@@ -13,7 +14,7 @@ from nnsight_core.wire.code import CodeEncoder
 from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_core.wire.messages import read_message
 from nnsight_vllm_worker.engine import SyncEngine
-from nnsight_vllm_worker.prompts import sampling_of
+from nnsight_vllm_worker.prompts import sampling_names
 from nnsight_vllm_worker.submission import Request, request_of
 
 
@@ -43,7 +44,9 @@ class LocalBackend:
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
         for invoke in invokes:
             # Before an engine is built: a misspelt argument is known at once.
-            sampling_of({k: v for k, v in invoke.sampling.items() if k != "lora_request"})
+            named = normalise(invoke.sampling)
+            named.pop("lora_request", None)
+            sampling_names().check(named)
         engine = self._engine()
         requests: list[Request] = []
         blobs: dict[str, Buffer] = {}
@@ -76,7 +79,7 @@ class LocalBackend:
         return self._engine().tree
 
     def close(self) -> None:
-        self._engine().close()
+        """Nothing: the engine is the model's, and asking for it here could build one."""
 
     def _placed(self, event: Event) -> Event:
         if isinstance(event, Ended) and self._device != "cpu":

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from nnsight_core.errors import EngineDeadError
@@ -115,12 +115,11 @@ class _Batch:
         self.blobs = blobs
         self.progress = {r.key: Progress(r) for r in requests}
         self.pending: set[str] = set()
+        self.used: list[str] = []
 
     def run(self) -> Iterator[tuple[str, Frame | Output]]:
-        engine = self.engine
-        digests = [d for r in self.requests.values() for d in r.blobs]
         try:
-            self._put(digests)
+            self._put([d for r in self.requests.values() for d in r.blobs])
             yield from self._add()
             while self.pending:
                 outputs = self._step()
@@ -130,8 +129,7 @@ class _Batch:
                         self.pending.discard(output.request_id)
                         yield from self._finish(output_of(output))
         finally:
-            self._clean(digests)
-            del engine
+            self._clean()
 
     def _put(self, digests: list[str]) -> None:
         ledger = self.engine._ledger
@@ -140,6 +138,7 @@ class _Batch:
             self.engine._rpc("nnsight_put", digest, bytes(data))
             ledger.put(digest, memoryview(data).nbytes)
         ledger.use(digests)
+        self.used = digests
 
     def _add(self) -> Iterator[tuple[str, Frame | Output]]:
         for key, request in self.requests.items():
@@ -193,7 +192,7 @@ class _Batch:
                 yield from self._frames(1.0)
         yield key, output
 
-    def _clean(self, digests: Iterable[str]) -> None:
+    def _clean(self) -> None:
         engine = self.engine
         if engine._closed:
             return
@@ -203,7 +202,7 @@ class _Batch:
             waiting = {key for key, p in self.progress.items() if p.waits and not p.ended}
             if self.pending or waiting:
                 engine._rpc("nnsight_forget", [*(self.pending | waiting)])
-            leaving = engine._ledger.release([d for d in digests if d in engine._ledger._held])
+            leaving = engine._ledger.release(self.used)
             if leaving:
                 engine._rpc("nnsight_drop", leaving)
         except EngineDeadError:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from nnsight_core.backend import Backend
 from nnsight_core.errors import EngineDeadError
-from nnsight_core.model import Model
+from nnsight_core.model import Model, prompts_of
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.sampling import normalise
 from nnsight_core.tree import ModelTree
@@ -67,7 +67,6 @@ class VLLM(Model):
         self._repo = repo
         self._serve = serve
         self._api_key = api_key
-        self._servers: dict[tuple[str, str | None], Any] = {}
         self._arguments = engine_args
         self._engine: SyncEngine | None = None
         self._closed = False
@@ -113,11 +112,15 @@ class VLLM(Model):
     def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
         """Plain generation by vLLM, for one prompt or a list of them.
 
+        Takes `serve=` and `api_key=` as a trace does.
+
         Example:
             >>> model.generate(["Hello", "Bye"], max_tokens=5)[0].outputs[0].text
         """
-        several = isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts)
-        given = [prompt_of(p) for p in (prompts if several else [prompts])]
+        backend = self._backend_for(sampling)
+        if backend is not self._backend:
+            return self._generate(backend, prompts, sampling)
+        given = [prompt_of(p) for p in prompts_of(prompts)]
         named = normalise(sampling)
         lora = named.pop("lora_request", None)
         params = sampling_of(named)
@@ -141,8 +144,8 @@ class VLLM(Model):
     def close(self) -> None:
         """End the engine and its processes."""
         self._closed = True
-        for server in self._servers.values():
-            server.close()
+        if "_servers" in vars(self):
+            self._servers.close()
         if self._engine is not None:
             self._engine.close()
 
@@ -160,19 +163,22 @@ class VLLM(Model):
         key = arguments.pop("api_key", None)
         if url is None:
             return super()._backend_for(arguments)
-        # The model's key is for the model's own server, and shown to no other.
-        key = self._api_key if key is None and url == self._serve else key
-        if (url, key) not in self._servers:
-            self._servers[url, key] = _client().HttpBackend(
-                url, key, lambda: vars(self).get("tokenizer"), lambda: self._places.tree
-            )
-        return self._servers[url, key]
+        return self._servers.backend(url, key)
+
+    @functools.cached_property
+    def _servers(self) -> Any:
+        return _client().Servers(
+            self._serve,
+            self._api_key,
+            lambda: vars(self).get("tokenizer"),
+            lambda: self._places.tree,
+        )
 
 
 def _client() -> Any:
     """The client package, which this one needs for nothing but another's server."""
     try:
-        return importlib.import_module("nnsight_client.http_backend")
+        return importlib.import_module("nnsight_client.servers")
     except ModuleNotFoundError as error:
         if error.name != "nnsight_client":
             raise

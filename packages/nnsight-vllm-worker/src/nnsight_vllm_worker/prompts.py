@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from nnsight_core.sampling import SamplingNames, normalise
 from nnsight_vllm_worker.vllm_ports.startup import refusals
 
-_OURS = frozenset(("extra_args", "output_kind", "skip_clone", "skip_reading_prefix_cache"))
+_OURS = frozenset(("output_kind", "skip_clone", "skip_reading_prefix_cache"))
 
 
 def prompt_of(prompt: Any) -> Any:
@@ -58,19 +59,23 @@ def sampling_of(arguments: Mapping[str, Any]) -> Any:
     """
     from vllm import SamplingParams
 
-    names = [
-        name
-        for name in SamplingParams.__struct_fields__
-        if not name.startswith("_") and name not in _OURS - {"extra_args"}
-    ]
     named = normalise(arguments)
-    SamplingNames(names).check(named)
+    sampling_names().check(named)
     if "nnsight" in (named.get("extra_args") or ()):
         raise ValueError(
             "extra_args['nnsight'] is where a request's block goes; take another name."
         )
     with refusals():
         return SamplingParams(**named)
+
+
+@functools.cache
+def sampling_names() -> SamplingNames:
+    """The sampling arguments that vLLM knows and a caller may give."""
+    from vllm import SamplingParams
+
+    fields = SamplingParams.__struct_fields__
+    return SamplingNames(n for n in fields if not n.startswith("_") and n not in _OURS)
 
 
 def _ids(ids: Any, mask: Any) -> list[int]:

@@ -1,0 +1,53 @@
+"""The servers that one model's traces go to, each with one connection that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nnsight_client.http_backend import HttpBackend
+from nnsight_core.tree import ModelTree
+
+
+class Servers:
+    """Chooses the server of a trace.
+
+    Args:
+        url: the model's own server, if it has one.
+        api_key: the key of that server, which no other is shown.
+        tokenizer: gives the model's tokenizer if this process has loaded it.
+        tree: gives the model's tree if it is known here.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        api_key: str | None,
+        tokenizer: Callable[[], Any],
+        tree: Callable[[], ModelTree | None],
+    ) -> None:
+        self._url = url
+        self._api_key = api_key
+        self._tokenizer = tokenizer
+        self._tree = tree
+        self._known: dict[tuple[str, str | None], HttpBackend] = {}
+
+    def backend(self, url: str, api_key: str | None = None) -> HttpBackend:
+        """The backend that runs traces at an address.
+
+        Raises:
+            ValueError: `url` is no address.
+        """
+        if api_key is None and url == self._url:
+            api_key = self._api_key
+        known = self._known.get((url, api_key))
+        if known is None:
+            known = HttpBackend(url, api_key, self._tokenizer, self._tree)
+            self._known[url, api_key] = known
+        return known
+
+    def close(self) -> None:
+        """Close the connections."""
+        for server in self._known.values():
+            server.close()
+        self._known.clear()
