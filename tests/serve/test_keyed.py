@@ -80,6 +80,8 @@ def test_a_server_that_dies_is_an_error_at_once_with_what_had_arrived(client, ke
             with tracer.invoke(PROMPT, max_tokens=250):
                 last = len(tracer.result.outputs[0].text).save()
     killing.join()
+    # Until the killed process is gone, its port still takes connections and resets them.
+    keyed_server.process.wait(30)
     assert isinstance(caught.value, ConnectionError)
     assert list(caught.value.arrived) == ["first"]
     assert caught.value.arrived["first"].shape[1] == 128
