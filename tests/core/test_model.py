@@ -15,6 +15,7 @@ from nnsight_core import (
     EngineError,
     LocationError,
     Model,
+    NotSupportedError,
     OutOfOrderError,
     TorchModel,
     Tracer,
@@ -189,11 +190,16 @@ def test_a_tree_is_learned_when_a_length_is_asked_for() -> None:
         len(late.layrs)
 
 
-@pytest.mark.parametrize("name", ["iter", "stop", "cache"])
-def test_what_is_not_there_yet_is_said_to_be_so(name: str) -> None:
-    with pytest.raises(LocationError, match=f"does not yet have '{name}'"):
-        with model.trace(X) as tracer:
-            found = getattr(tracer, name)
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("scan", "model.tree"), ("session", "one trace after the other"), ("backward", "gradients")],
+)
+def test_what_cannot_be_is_refused_with_what_to_do_instead(name: str, instead: str) -> None:
+    with pytest.raises(NotSupportedError, match=instead):
+        getattr(model, name)
+
+
+def test_what_is_not_there_yet_is_said_to_be_so() -> None:
     with pytest.raises(LocationError, match="not there yet"):
         model.edit
 

@@ -5,6 +5,7 @@ that ships with it.
 """
 
 from nnsight_core.backend import Backend, Ended, Event, Finished, Invoke, Noted, Printed
+from nnsight_core.cache import Cache
 from nnsight_core.errors import (
     BlockError,
     BlockTimeout,
@@ -18,9 +19,11 @@ from nnsight_core.errors import (
     NNsightError,
     NNsightWarning,
     NotATapError,
+    NotSupportedError,
     OutOfOrderError,
     PolicyError,
     ProtocolError,
+    StepError,
     UnboundSaveWarning,
     WriteError,
 )
@@ -36,6 +39,7 @@ __all__ = [
     "Backend",
     "BlockError",
     "BlockTimeout",
+    "Cache",
     "CaptureError",
     "CompletionOutput",
     "EncodeError",
@@ -56,12 +60,14 @@ __all__ = [
     "NNsightWarning",
     "Node",
     "NotATapError",
+    "NotSupportedError",
     "Noted",
     "OutOfOrderError",
     "PolicyError",
     "Printed",
     "ProtocolError",
     "RequestOutput",
+    "StepError",
     "TensorInfo",
     "TorchModel",
     "Tracer",

@@ -17,7 +17,7 @@ import ctypes
 import linecache
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
@@ -36,11 +36,13 @@ class Block:
         code: what to run.
         names: the values, by name; a name that has none is left to fail where it is used.
         target: the names bound by `as`, if they are plain names.
+        shared: the names that hold what was saved above the invokes.
     """
 
     code: Code
     names: dict[str, Any]
     target: ast.expr | None = None
+    shared: list[str] = field(default_factory=list)
 
 
 def capture(frame: FrameType) -> Block:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
 
-from nnsight_core.errors import CaptureError
+from nnsight_core.errors import CaptureError, NotSupportedError
 from nnsight_core.names import Names, analyse, arguments_of, declared_outside
 
 SAVE = "__nnsight_save__"
@@ -76,6 +76,7 @@ def compile_block(source: str, filename: str, line: int, function: str, lazy: bo
                 "the engine, not in the function around it. Save the value and use it after "
                 "the block."
             )
+    _refuse_gradients(body, filename)
     names = analyse(body, lazy)
     snapshots = any(_may_change(node) for statement in body for node in ast.walk(statement))
     unseen = any(
@@ -92,6 +93,20 @@ def compile_block(source: str, filename: str, line: int, function: str, lazy: bo
         raise CaptureError(f"{filename}:{error.lineno}: {error.msg} of the block.") from error
     compiled = compiled.replace(co_name=function, co_qualname=function)
     return Code(source, filename, line, function, lazy, names, compiled, snapshots, unseen)
+
+
+def _refuse_gradients(body: list[ast.stmt], filename: str) -> None:
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    names = {n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in nodes}
+    if names & {"enable_grad", "set_grad_enabled"}:  # gradients of a computation of the block's own
+        return
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr in ("backward", "grad", "requires_grad_"):
+            raise NotSupportedError(
+                f"{filename}:{node.lineno}: `.{node.attr}`: the engine computes no gradients, so "
+                "none flow through the model. Take them on the PyTorch backend of a library that "
+                "trains, or, for a computation of the block's own, under `torch.enable_grad()`."
+            )
 
 
 _ASYNC = ast.AsyncFor | ast.AsyncWith

@@ -1,8 +1,9 @@
 """Effects: which locations a block may read and which it may write, from its text alone.
 
-A path may hold `*` where the text does not say which (a loop over layers). Whatever is not
-understood counts as a write, never as nothing: the runs themselves are guarded, so a mistake here
-costs speed or is an error, but loses no value.
+A path may hold `*` where the text does not say which part (a loop over layers), is `**` for every
+path (an activation cache), and holds `?` where nothing is known. Whatever is not understood counts
+as a write, never as nothing: the runs themselves are guarded, so a mistake here costs speed or is
+an error, but loses no value.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.code import PURE_CALLS, PURE_METHODS, Code
 from nnsight_core.errors import LocationError
 from nnsight_core.node import Node, Operation, Source
+from nnsight_core.tracer import InvokeContext, Tracer
 from nnsight_core.tree import ModelTree
 
 _SIDES = ("output", "input", "inputs")
 _VALUES = ("logits", "samples")
+_EVERY, _UNKNOWN = "**", "?"
+_CHANGING = (
+    "clear extend insert pop popitem remove reverse setdefault update "
+    "backward data_ptr numpy register_hook storage untyped_storage __array__ __dlpack__"
+)
+"""Methods of a value that may change it, or hand its memory to what may, without a last `_`."""
 _KEEPING = ("add", "append", "extend", "insert", "setdefault", "update")
 """Methods after which a container holds what they were given."""
 
@@ -52,6 +61,21 @@ class Effects:
         found = [a.path.partition(".source.")[0] for a in self.reads if ".source." in a.path]
         return list(dict.fromkeys(found))
 
+    @property
+    def writes_forward(self) -> bool:
+        """Whether the block may change something in the forward pass itself."""
+        return self.opaque or any(access.side not in _VALUES for access in self.writes)
+
+    @property
+    def reads_anywhere(self) -> bool:
+        """Whether it is not known what the block reads in the forward pass."""
+        return self.opaque or any(_UNKNOWN in access.path for access in self.reads)
+
+    def forward_reads(self) -> list[str]:
+        """What the block may read in the forward pass: `path.output`, `path.input`."""
+        found = [f"{a.path}.{a.side}" for a in self.reads if a.side in _SIDES]
+        return list(dict.fromkeys(found))
+
     def check(self, tree: ModelTree, code: Code) -> None:
         """Refuse what cannot exist on this tree, before anything runs.
 
@@ -60,7 +84,7 @@ class Effects:
         """
         for access in self.reads:
             path, source, operation = access.path.partition(".source.")
-            if "*" in path or access.line <= 0:
+            if "*" in path or _UNKNOWN in path or access.line <= 0:
                 continue
             if path not in tree.modules:
                 raise LocationError(
@@ -75,19 +99,26 @@ class Effects:
                 )
 
 
-def effects_of(code: Code, names: Mapping[str, Any], tree: ModelTree | None = None) -> Effects:
+def effects_of(
+    code: Code,
+    names: Mapping[str, Any],
+    tree: ModelTree | None = None,
+    targets: Iterable[str] = (),
+) -> Effects:
     """Read a block's effects.
 
     Args:
         code: the block's code.
         names: the values that it takes along; those that are nodes are where paths begin.
         tree: the model's tree, which tells a module's child from one of its other attributes.
+        targets: the names that `as` binds to the tracer.
     """
     wrapper = ast.parse("if 1:\n" + code.source).body[0]
     assert isinstance(wrapper, ast.If)
     walk = _Walk(tree, code.line - 2)
     for name, value in names.items():
         walk.known[name] = _of_value(value)
+    walk.known.update(dict.fromkeys(targets, _Tracer()))
     walk.block(wrapper.body)
     return walk.effects
 
@@ -116,7 +147,12 @@ class _Many:
     path: str
 
 
-_Thing = _Node | _Source | _Value | _Many | None
+@dataclass(frozen=True, slots=True)
+class _Tracer:
+    """The block's tracer, or a part of it."""
+
+
+_Thing = _Node | _Source | _Value | _Many | _Tracer | None
 
 
 def _of_value(value: Any) -> _Thing:
@@ -126,6 +162,8 @@ def _of_value(value: Any) -> _Thing:
         return _Node(value._path)
     if isinstance(value, Source):
         return _Source(value._path)
+    if isinstance(value, Tracer | InvokeContext | BlockTracer):
+        return _Tracer()
     if isinstance(value, list | tuple) and value and all(isinstance(v, Node) for v in value):
         return _Many(_common([v._path for v in value]))
     return None
@@ -135,7 +173,7 @@ def _common(paths: Iterable[str]) -> str:
     """One pattern for several paths, `*` where they differ."""
     split = [path.split(".") for path in paths]
     if len({len(parts) for parts in split}) != 1:
-        return "*"
+        return _UNKNOWN
     return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*split, strict=True))
 
 
@@ -291,6 +329,9 @@ class _Walk(ast.NodeVisitor):
     def attribute(self, held: _Thing, name: str, line: int) -> _Thing:
         if isinstance(held, _Source):
             return _Node(f"{held.path}.source.{name}")
+        if held is None and name in _SIDES:
+            # A module that came from somewhere the text does not show.
+            return self.side(_Node(_UNKNOWN), name, -self.shift)
         if not isinstance(held, _Node):
             return held
         if name in _SIDES or (name in _VALUES and not held.path):
@@ -323,22 +364,33 @@ class _Walk(ast.NodeVisitor):
         for keyword in node.keywords:
             if keyword.arg == "out":
                 self.wrote(self.thing(keyword.value))
+        changes = any(keyword.arg == "inplace" for keyword in node.keywords)
         held = None
         for argument in arguments:
             held = self.either(held, argument)
+        if changes:
+            self.wrote(held)
         match node.func:
             case ast.Attribute(value=owner, attr=name):
                 base = self.thing(owner)
+                if isinstance(base, _Tracer):
+                    if name == "cache":
+                        self.cache(node)
+                    return None
                 if isinstance(base, _Node):
+                    if name == "get" and not base.path:
+                        return self.named(node)
                     if name == "skip":
                         self.effects.writes.append(
                             Access(base.path, "output", node.lineno + self.shift)
                         )
-                    elif name != "get":
+                    else:
                         self.attribute(base, name, node.lineno)
                     return None
                 if name.endswith("_") and not name.endswith("__"):
-                    self.wrote(base)
+                    self.wrote(self.either(base, held))
+                elif isinstance(base, _Value) and name not in _CHANGING.split():
+                    pass
                 elif name not in PURE_METHODS and not _of_torch(owner):
                     self.wrote(self.either(base, held))
                     self.effects.opaque |= base is None
@@ -354,15 +406,43 @@ class _Walk(ast.NodeVisitor):
             self.wrote(held)
         return held
 
+    def cache(self, node: ast.Call) -> None:
+        """`tracer.cache(modules)` reads what it is given, or everything."""
+        given = [k.value for k in node.keywords if k.arg == "modules"] or node.args[:1]
+        paths = [path for part in given for path in self.paths(part)] or [_EVERY]
+        for path in paths:
+            for side in ("output", "input"):
+                self.effects.reads.append(Access(path, side, 0))
+
+    def paths(self, node: ast.expr) -> list[str]:
+        match node:
+            case ast.Constant(value=None):
+                return [_EVERY]
+            case ast.Constant(value=str(path)):
+                return [path, path.removeprefix("model.")]
+            case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
+                return [path for part in parts for path in self.paths(part)]
+        held = self.thing(node)
+        return [held.path] if isinstance(held, _Node | _Many) else [_EVERY]
+
+    def named(self, node: ast.Call) -> _Node:
+        """`model.get(path)`."""
+        match node.args:
+            case [ast.Constant(value=str(path))]:
+                return _Node(path)
+        return _Node(_UNKNOWN)
+
     def either(self, one: _Thing, other: _Thing) -> _Thing:
         if one is None or other is None:
             return one or other
+        if isinstance(one, _Tracer) or isinstance(other, _Tracer):
+            return one if isinstance(other, _Tracer) else other
         if isinstance(one, _Value) and isinstance(other, _Value):
             return _Value(tuple(dict.fromkeys((*one.at, *other.at))))
         if isinstance(one, _Value) or isinstance(other, _Value):
             return one if isinstance(one, _Value) else other
         if isinstance(one, _Source) or isinstance(other, _Source):
-            return _Source("*") if one != other else one
+            return _Source(_UNKNOWN) if one != other else one
         if isinstance(one, _Node) and isinstance(other, _Node):
             return _Node(_common([one.path, other.path]))
         many = [_join(t.path, "*") if isinstance(t, _Node) else t.path for t in (one, other)]

@@ -7,6 +7,8 @@ NNsightError
 ├── LocationError (AttributeError)      no such location, or not reachable from here
 │   ├── NotATapError                    not declared as a tap where only taps are allowed
 │   └── OutOfOrderError                 the forward pass has already gone past it
+├── StepError (ValueError)              a loop over steps that no request could make
+├── NotSupportedError (NotImplementedError)  what cannot be right here, and what to do instead
 ├── WriteError (ValueError)             a replacement with other rows, width or dtype
 │   └── LateWriteError                  an in-place write to a value whose visit is over
 ├── BlockError                          an error class that does not exist in this process
@@ -47,6 +49,14 @@ class NotATapError(LocationError):
 
 class OutOfOrderError(LocationError):
     """A location was asked for after the forward pass had gone past it."""
+
+
+class StepError(NNsightError, ValueError):
+    """A loop over steps that no request could make: negative, repeated or descending."""
+
+
+class NotSupportedError(NNsightError, NotImplementedError):
+    """Something that cannot be right here; the message says what to do instead."""
 
 
 class WriteError(NNsightError, ValueError):

@@ -8,23 +8,39 @@ are no threads and no locks: a run's code executes inside the call that reports 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from nnsight_core.errors import LocationError
-from nnsight_core.locations import Location, Phase
+from nnsight_core.errors import LocationError, WriteError
+from nnsight_core.locations import STEP, Location, Phase
 from nnsight_core.run import Run, check_order, check_replacement
 from nnsight_core.visit import Rows, Visit, outside_inference
+
+if TYPE_CHECKING:
+    from nnsight_core.node import Places
+
+
+class Observer(Protocol):
+    """Something that looks on at a location without being a block (a cache)."""
+
+    def see(self, location: Location, value: Any) -> Any:
+        """Look at a value after the runs have; gives back the value to go on with."""
+        ...
+
+
+Observed = tuple[Location, Observer]
 
 
 class Interleaver:
     """The runs of one engine, and the visits of the step that is running.
 
     Attributes:
+        places: the model's nodes and locations.
         watching: whether visits of modules must be reported; all that a module looks at when
             nothing is traced.
         waiting: the parked runs, by the location that each waits for.
         passed: the locations that this forward pass has gone past.
         skips: replacements that wait for a module to come out, by its output.
+        observers: what looks on in this forward pass, by location.
         phase: how far the step has come.
         on_end: called with each run that has ended.
     """
@@ -32,22 +48,36 @@ class Interleaver:
     def __init__(self, rows: Rows, on_end: Callable[[Run], None]) -> None:
         self.rows = rows
         self.on_end = on_end
+        self.places: Places | None = None
         self.watching = False
         self.waiting: dict[Location, list[Run]] = {}
         self.passed: set[Location] = set()
         self.skips: dict[Location, list[tuple[Run, Any]]] = {}
+        self.observers: dict[Location, list[Observer]] = {}
         self.phase = Phase.OVER
 
     # -- a step, in the order of its calls -------------------------------------------------------
 
-    def begin(self, runs: Iterable[Run]) -> None:
-        """A step begins: these runs start in it."""
+    def begin(self, runs: Iterable[Run], observers: Iterable[Observed] = ()) -> None:
+        """A forward pass begins, in which each of these runs is in its step `run.step`."""
         self.passed.clear()
         self.skips.clear()
+        self.observers.clear()
         self.phase = Phase.FORWARD
+        self.observe(observers)
         for run in runs:
             run.interleaver = self
-            self._go_on(run)
+            run.skipped.clear()
+            for recorder in run.recorders:
+                self.observe((location, recorder) for location in recorder.locations)
+            if run.ready():
+                self._go_on(run)
+        self._look()
+
+    def observe(self, observers: Iterable[Observed]) -> None:
+        """Let observers look on for the rest of this forward pass."""
+        for location, observer in observers:
+            self.observers.setdefault(location, []).append(observer)
 
     def arrive(self, location: Location, value: Any) -> Any:
         """A location is reached; gives back what its value is after the runs have seen it.
@@ -62,6 +92,8 @@ class Interleaver:
                 self._put_skip(run, location, value, replacement)
         for run in self.waiting.pop(location, ()):
             value = self._serve(run, location, value)
+        for observer in self.observers.get(location, ()):
+            value = observer.see(location, value)
         self.passed.add(location)
         return value
 
@@ -73,6 +105,15 @@ class Interleaver:
             wanted = self._switch(run, value)
             run.close()
         self._park(run, wanted)
+
+    def finish(self, run: Run) -> None:
+        """The request makes no further step: a loop that waits for one ends, and the block goes on.
+
+        What the block still asks for is refused, but for the finished output.
+        """
+        run.over = True
+        if not run.dead and run.waits_for is STEP:
+            self._go_on(run)
 
     def advance(self, phase: Phase) -> None:
         """The step has left the phases before `phase`: what still waits there was not reached."""
@@ -88,6 +129,7 @@ class Interleaver:
                 )
         if phase > Phase.FORWARD:
             self.watching = False
+            self.observers.clear()
 
     def drop(self, run: Run) -> None:
         """Forget a run whose request is gone; its block stops where it is."""
@@ -97,7 +139,7 @@ class Interleaver:
             if not left:
                 del self.skips[location]
         self._look()
-        run.stop()
+        run.kill()
 
     # -- for the runs ----------------------------------------------------------------------------
 
@@ -117,10 +159,14 @@ class Interleaver:
                 wanted = self._switch(run, visit.value)
                 changed = visit.written(run.value)
                 run.close()
+            if changed:
+                self._may_write(run, location)
             if changed and (location.side == "input" or visit.of_model(changed)):
                 value = visit.put_into_copy(value, changed)
             elif changed:
                 visit.put_back(changed)
+            if changed:
+                self.rows.wrote(run, location, changed)
         except Exception as error:
             # The rows could not be told apart, what was written cannot be put back, memory is
             # short: whatever it is, it ends this run and not the forward pass.
@@ -136,9 +182,19 @@ class Interleaver:
             with outside_inference():
                 visit = Visit(self.rows, run, location, value)
             check_replacement(location, visit.value, replacement)
-            visit.put_back(visit.written(replacement))
+            self._may_write(run, location)
+            changed = visit.written(replacement)
+            visit.put_back(changed)
+            self.rows.wrote(run, location, changed)
         except Exception as error:
             self._fail(run, error)
+
+    def _may_write(self, run: Run, location: Location) -> None:
+        if run.reader and location.phase == Phase.FORWARD:
+            raise WriteError(
+                f"{location} was written by a block whose text looked as if it changed nothing. "
+                "Write where it can be seen: by assignment, by a slice, by an in-place method."
+            )
 
     def _go_on(self, run: Run, error: BaseException | None = None) -> None:
         with outside_inference():
@@ -153,12 +209,14 @@ class Interleaver:
     def _park(self, run: Run, wanted: Location | None) -> None:
         if wanted is None:
             self.on_end(run)
-        else:
+        elif wanted is not STEP:
             self.waiting.setdefault(wanted, []).append(run)
         self._look()
 
     def _look(self) -> None:
-        self.watching = self.phase == Phase.FORWARD and bool(self.waiting or self.skips)
+        self.watching = self.phase == Phase.FORWARD and bool(
+            self.waiting or self.skips or self.observers
+        )
 
     def _fail(self, run: Run, error: Exception) -> None:
         self._unpark(run)

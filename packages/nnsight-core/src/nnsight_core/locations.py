@@ -49,3 +49,5 @@ class Location:
 LOGITS = Location("", "logits", Phase.LOGITS)
 SAMPLES = Location("", "samples", Phase.SAMPLES)
 RESULT = Location("", "result", Phase.RESULT)
+STEP = Location("", "step", Phase.RESULT)
+"""Where a run parks that waits for one of its request's later steps to begin."""

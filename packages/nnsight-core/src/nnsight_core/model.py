@@ -6,13 +6,20 @@ from types import TracebackType
 from typing import Any, Self
 
 from nnsight_core.backend import Backend, Invoke
-from nnsight_core.errors import EngineError, LocationError
+from nnsight_core.errors import EngineError, LocationError, NotSupportedError
 from nnsight_core.node import Places, Root
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.tracer import NO_PROMPT, Tracer
 from nnsight_core.tree import ModelTree
 
-_NOT_YET = ("chat", "clear_edits", "edit", "edits", "explain", "kept", "scan", "session", "std")
+_NOT_YET = ("chat", "clear_edits", "edit", "edits", "explain", "kept", "std")
+_INSTEAD = {
+    "scan": "the shapes of every location are in `model.tree` (`print(model)`), without running it",
+    "session": "open one trace after the other: what the first has saved, the second can use",
+    "backward": "vLLM computes no gradients",
+    "all": "loop over steps in the block: `for step in tracer.all():`",
+    "iter": "loop over steps in the block: `for step in tracer.iter[:5]:`",
+}
 
 
 class Model(Root):
@@ -90,7 +97,12 @@ class Model(Root):
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_YET:
             raise LocationError(f"`{name}` is not there yet: a model can be traced and generate.")
+        if name in _INSTEAD and not self._has_module(name):
+            raise NotSupportedError(f"`{name}` is not there: {_INSTEAD[name]}.")
         return super().__getattr__(name)
+
+    def _has_module(self, name: str) -> bool:
+        return self._places.tree is not None and name in self._places.tree.modules
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 from nnsight_core.locations import RESULT
 from nnsight_core.run import need_run
 
+STOPPED = "tracer.stop"
+"""The `stop_reason` of a request that a block ended."""
+
 
 class _Data(BaseModel):
     model_config = ConfigDict(extra="forbid")

@@ -13,24 +13,37 @@ import sys
 import threading
 import weakref
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from nnsight_core.code import SAVE, Code
-from nnsight_core.errors import LateWriteError, LocationError, OutOfOrderError, WriteError
-from nnsight_core.locations import Location
+from nnsight_core.errors import (
+    BlockTimeout,
+    LateWriteError,
+    LocationError,
+    OutOfOrderError,
+    WriteError,
+)
+from nnsight_core.locations import STEP, Location
+from nnsight_core.shared import offer
 from nnsight_core.values import describe, dtype_name, flat, leaves, map_tensors
 from nnsight_core.wall import behind_wall
+from nnsight_core.watchdog import WATCHDOG
 
 if TYPE_CHECKING:
+    from nnsight_core.cache import Recorder
     from nnsight_core.interleaver import Interleaver
 
 _RECENT = 2
 _FORGET_FROM = 256
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Stopped(BaseException):
+    """Leaves a block that has called `tracer.stop()`."""
 
 
 class Saved:
@@ -81,9 +94,20 @@ class Run:
     Attributes:
         key: what the backend knows the request by.
         step: which step of the request is running, 0 being its prefill.
+        over: whether the request makes no further step.
+        started: whether the block has begun.
         dead: whether the block has ended.
+        asked: whether the block has asked for a location or a step.
+        stopping: whether the block has called `tracer.stop()`.
         error: what the block raised, if it did.
         saved: what it saved, by the id of the object, in the order of the calls.
+        shared: the values saved above the invokes, by the names that hold them.
+        recorders: what fills the activation caches of the block.
+        notes: warnings about the block: their class, text and line.
+        waits_for: where the block is parked.
+        reader: whether the block was read as one that changes nothing in the forward pass.
+        limit: how many seconds it may run before it gives control back; None for as long as it
+            likes.
     """
 
     def __init__(self, code: Code, scope: dict[str, Any], key: Any = None) -> None:
@@ -91,13 +115,24 @@ class Run:
         self.scope = scope
         self.key = key
         self.step = 0
+        self.over = False
+        self.started = False
         self.dead = False
+        self.asked = False
+        self.stopping = False
         self.error: BaseException | None = None
         self.saved: dict[int, list[Saved]] = {}
+        self.shared: dict[str, Any] = {}
+        self.recorders: list[Recorder] = []
+        self.notes: list[tuple[type[Warning], str, int]] = []
+        self.reader = False
+        self.limit: float | None = None
         self.open: Location | None = None
         self.value: Any = None
         self.skipped: list[str] = []
         self.interleaver: Interleaver | None = None
+        self.waits_for: Location | None = None
+        self._until = 0
         self._past: list[tuple[weakref.ref[Tensor], int, Location, int]] = []
         self._lent: list[tuple[Tensor, int, str]] = []
         self._frame: FrameType | None = None
@@ -109,11 +144,18 @@ class Run:
 
     # -- for the interleaver ---------------------------------------------------------------------
 
+    def ready(self) -> bool:
+        """Whether the block goes on when this step begins."""
+        if self.dead:
+            return False
+        return not self.started or (self.waits_for is STEP and self._until <= self.step)
+
     def resume(self, value: Any = None, error: BaseException | None = None) -> Location | None:
         """Let the block go on; where it parks next, or None if it has ended."""
+        self.started = True
         worker = self._worker
         if worker is None:
-            worker = self._worker = _idle.workers.pop() if _idle.workers else _Worker()
+            worker = self._worker = _idle_worker()
             worker.executing = self
         current = getcurrent()
         if worker.parent is not current:
@@ -122,14 +164,28 @@ class Run:
         if engine_grad is not self._grad:
             torch.set_grad_enabled(self._grad)
         try:
-            wanted = worker.switch(value) if error is None else worker.throw(error)
+            self._switch(worker, value, error)
         finally:
             self._grad = torch.is_grad_enabled()
             if engine_grad is not self._grad:
                 torch.set_grad_enabled(engine_grad)
-        return None if self.dead else wanted
+        return None if self.dead else self.waits_for
 
-    def stop(self) -> None:
+    def _switch(self, worker: _Worker, value: Any, error: BaseException | None) -> None:
+        if self.limit is None:
+            worker.switch(value) if error is None else worker.throw(error)
+            return
+        try:
+            WATCHDOG.enter(self.limit)
+            try:
+                worker.switch(value) if error is None else worker.throw(error)
+            finally:
+                WATCHDOG.leave()
+        except BlockTimeout:
+            # It was raised just as the block gave control back, so it no longer matters.
+            WATCHDOG.leave()
+
+    def kill(self) -> None:
         """End the block where it is parked, if it is."""
         if self._worker is not None:
             self._worker.throw()
@@ -180,14 +236,49 @@ class Run:
         late = self.check_late(_RECENT)
         if late is not None:
             raise late
-        if self._frame is None:
-            self._frame = _frame_of(self.code)
-        if self._frame is not None:
-            self._line = self._frame.f_lineno
+        self._line = self.line()
         assert self.interleaver is not None
         self.interleaver.check(self, location)
+        return self._park(location)
+
+    def reach(self, step: int) -> bool:
+        """Wait until a step of the request begins; False if it makes no such step."""
+        late = self.check_late(_RECENT)
+        if late is not None:
+            raise late
+        if step < self.step or (step == self.step and self.over):
+            raise OutOfOrderError(
+                f"Step {step} was asked for too late: the request is past it, in step {self.step}. "
+                "Loops over steps follow each other in ascending order."
+            )
+        if step > self.step and not self.over:
+            self._until = step
+            self._park(STEP)
+        self.asked = True
+        return step <= self.step
+
+    def _park(self, location: Location) -> Any:
+        if self.stopping:
+            raise Stopped
         assert self._worker is not None and self._worker.parent is not None
-        return self._worker.parent.switch(location)
+        self.asked = True
+        self.waits_for = location
+        return self._worker.parent.switch()
+
+    def stop(self) -> NoReturn:
+        """End the block here, and its request after this step."""
+        self.stopping = True
+        raise Stopped
+
+    def note(self, category: type[Warning], message: str, line: int) -> None:
+        """Keep a warning about the block for the user."""
+        self.notes.append((category, message, line))
+
+    def line(self) -> int:
+        """The line of the block that is executing."""
+        if self._frame is None:
+            self._frame = _frame_of(self.code)
+        return self._line if self._frame is None else self._frame.f_lineno
 
     def lend(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of the model itself (a weight), which the block may read and not write."""
@@ -235,9 +326,13 @@ class Run:
             late = self.check_late()
             if late is not None:
                 raise late
-        except GreenletExit as stopped:
-            self.error = stopped
+        except Stopped:
+            self.error = self.check_late()
+        except GreenletExit as killed:
+            self.error = killed
             raise
+        except BlockTimeout as error:
+            self.error = error if error.args else self._timeout(error)
         except BaseException as error:  # a block may raise anything; it ends this run alone
             self.error = error
         finally:
@@ -246,6 +341,14 @@ class Run:
             self._lent.clear()
             # Else the scope and the run hold each other, and every value, until a later collection.
             self.scope.pop(SAVE, None)
+
+    def _timeout(self, error: BlockTimeout) -> BlockTimeout:
+        timeout = BlockTimeout(
+            f"The block ran for more than {self.limit:g} s without giving control back to the "
+            "engine, which all requests share. Do the work outside the block, or raise the limit "
+            "(block_timeout=)."
+        )
+        return timeout.with_traceback(error.__traceback__)
 
     def outcome(self) -> tuple[dict[str, Any], list[Saved]]:
         """What comes home by name, and what was saved but is held by no name."""
@@ -263,6 +366,8 @@ class Run:
             mine = [s for s in saved if lines is not None and s.line in lines]
             found[name] = (mine or saved)[-1].was
             seen.add(id(value))
+        found.update(self.shared)
+        seen.update(map(id, self.shared.values()))
         lost = [s[-1] for key, s in self.saved.items() if key not in seen]
         if not lost:
             return found, lost
@@ -296,6 +401,14 @@ def _parts(value: Any) -> list[Any]:
     return parts
 
 
+def _idle_worker() -> _Worker:
+    while _idle.workers:
+        worker = _idle.workers.pop()
+        if not worker.dead:
+            return worker
+    return _Worker()
+
+
 def current_run() -> Run | None:
     """The run whose block is executing, if one is."""
     here = getcurrent()
@@ -322,6 +435,7 @@ def save(value: Any) -> Any:
     """Mark a value to come home under the name that holds it; gives the value back.
 
     Inside a block, `x.save()` does the same. In a helper function that a block calls, use this.
+    In the body of a trace without a prompt, it marks a container that every invoke may fill.
 
     Raises:
         LocationError: called outside a block.
@@ -330,6 +444,8 @@ def save(value: Any) -> Any:
         >>> with model.trace("Hello"):
         ...     norms = nnsight_core.save([h.output.norm() for h in model.transformer.h])
     """
+    if current_run() is None and offer(value):
+        return value
     return need_run("`save`").save(value)
 
 
@@ -381,6 +497,11 @@ def check_order(run: Run, location: Location, gone: bool) -> None:
     """
     if any(location.path.startswith(prefix) for prefix in run.skipped):
         raise LocationError(f"{location} does not run: the block skipped a module around it.")
+    if gone and run.over:
+        raise OutOfOrderError(
+            f"{location} was asked for too late: the request has finished; its last step was "
+            f"step {run.step}."
+        )
     if gone:
         raise OutOfOrderError(
             f"{location} was asked for too late: the forward pass has already gone past it in "

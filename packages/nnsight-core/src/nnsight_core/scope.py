@@ -6,24 +6,36 @@ import ast
 from typing import Any
 
 from nnsight_core.backend import Ended, Invoke, Noted
+from nnsight_core.block_tracer import BLOCK_TRACER
 from nnsight_core.capture import Block
 from nnsight_core.code import compile_block
 from nnsight_core.errors import UnboundSaveWarning
 from nnsight_core.run import Run
 from nnsight_core.traceback import user_traceback
-from nnsight_core.tracer import BlockTracer, InvokeContext, Tracer
+from nnsight_core.tracer import InvokeContext, Tracer
 
+_UNBOUND = (
+    "A value was saved, but no name holds it at the end of the block, so it does not come home. "
+    "Bind it (`name = value.save()`); in a loop, append values to a list and save the list."
+)
 VALUE = "__nnsight_value__"
 _FUNCTION, _TRACER = "__nnsight_function__", "__nnsight_tracer__"
 _CALL = f"    {VALUE} = {_FUNCTION}({_TRACER}).save()\n"
-
-BLOCK_TRACER = BlockTracer()
 
 
 def run_of(invoke: Invoke, key: Any) -> Run | None:
     """The run of an invoke, in the process of the user; None if it has no block."""
     block = call_block(invoke.function) if invoke.function is not None else invoke.block
-    return None if block is None else Run(block.code, scope_of(block), key)
+    if block is None:
+        return None
+    run = Run(block.code, scope_of(block), key)
+    share(run, block.shared)
+    return run
+
+
+def share(run: Run, names: list[str]) -> None:
+    """Make names that hold what was saved above the invokes come home."""
+    run.shared = {name: run.scope[name] for name in names}
 
 
 def call_block(function: Any) -> Block:
@@ -53,16 +65,11 @@ def ended(run: Run, invoke: int, sequence: int = 0) -> Ended:
     """What a run that has ended brings home, its error with the user's own lines."""
     saves, lost = run.outcome()
     value = saves.pop(VALUE, None)
-    notes = [
-        Noted(
-            UnboundSaveWarning,
-            "A value was saved, but no name holds it at the end of the block, so it does not come "
-            "home. Bind it: `name = value.save()`.",
-            run.code.filename,
-            saved.line,
-        )
-        for saved in lost
-    ]
+    filename = run.code.filename
+    notes = [Noted(category, text, filename, line) for category, text, line in run.notes]
+    # A loop may save under one name again and again.
+    lines = dict.fromkeys(saved.line for saved in lost)
+    notes += [Noted(UnboundSaveWarning, _UNBOUND, filename, line) for line in lines]
     error = run.error
     if error is not None:
         error = error.with_traceback(user_traceback(error.__traceback__, run.code.compiled))

@@ -19,7 +19,7 @@ from nnsight_core.effects import effects_of
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Location, Phase
 from nnsight_core.model import Model
-from nnsight_core.outputs import CompletionOutput, RequestOutput
+from nnsight_core.outputs import STOPPED, CompletionOutput, RequestOutput
 from nnsight_core.run import Run
 from nnsight_core.sampling import SamplingNames, normalise
 from nnsight_core.scope import ended, run_of
@@ -97,6 +97,12 @@ class TorchBackend:
     def view(self, run: Run, location: Location, index: int, tensor: Tensor) -> Tensor | None:
         return tensor
 
+    def whole(self, run: Run, location: Location, index: int, rows: Tensor) -> Tensor:
+        return rows
+
+    def wrote(self, run: Run, location: Location, changed: dict[int, Tensor]) -> None:
+        return None
+
     # -- inside ----------------------------------------------------------------------------------
 
     def _start(self, invoke: Invoke, index: int) -> Run | None:
@@ -121,6 +127,8 @@ class TorchBackend:
                 self.interleaver.begin((run,))
             self.module(*arguments, **keywords)
             self.interleaver.advance(Phase.RESULT)
+            if run is not None:
+                self.interleaver.finish(run)
             self.interleaver.advance(Phase.OVER)
         return None
 
@@ -170,25 +178,32 @@ class CausalBackend(TorchBackend):
             generator.manual_seed(sampling["seed"])
         prompt = _ids(invoke.prompt, self.tokenizer)
         made: list[int] = []
-        reason = "length"
+        reason, cause = "length", None
         cache = None
+        interleaver = self.interleaver
         with torch.no_grad():
             for step in range(sampling["max_tokens"]):
-                if run is not None and step == 0:
-                    self.interleaver.begin((run,))
+                if run is not None:
+                    run.step = step
+                    interleaver.begin((run,))
                 ids = torch.tensor([prompt if step == 0 else made[-1:]])
                 out = self.module(input_ids=ids, use_cache=True, **{self._cache: cache})
                 cache = getattr(out, self._cache)
-                self.interleaver.advance(Phase.LOGITS)
-                logits = self.interleaver.arrive(LOGITS, out.logits[0, -1:].clone())
-                self.interleaver.advance(Phase.SAMPLES)
+                interleaver.advance(Phase.LOGITS)
+                logits = interleaver.arrive(LOGITS, out.logits[0, -1:].clone())
+                interleaver.advance(Phase.SAMPLES)
                 drawn = _draw(logits, sampling["temperature"], generator)
-                drawn = self.interleaver.arrive(SAMPLES, drawn)
-                self.interleaver.advance(Phase.RESULT)
+                drawn = interleaver.arrive(SAMPLES, drawn)
+                interleaver.advance(Phase.RESULT)
                 made.append(int(drawn))
+                if run is not None and run.stopping:
+                    reason, cause = "stop", STOPPED
+                    break
                 if made[-1] == self.tokenizer.eos_token_id and not sampling.get("ignore_eos"):
                     reason = "stop"
                     break
+            if run is not None:
+                interleaver.finish(run)
         output = RequestOutput(
             request_id="0",
             prompt=invoke.prompt if isinstance(invoke.prompt, str) else None,
@@ -199,6 +214,7 @@ class CausalBackend(TorchBackend):
                     text=self.tokenizer.decode(made, skip_special_tokens=True),
                     token_ids=made,
                     finish_reason=reason,
+                    stop_reason=cause,
                 )
             ],
             finished=True,

@@ -5,43 +5,23 @@ from __future__ import annotations
 import sys
 import warnings
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_core.backend import Backend, Ended, Event, Finished, Invoke, Printed
+from nnsight_core.block_tracer import BARRIER
 from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, push
-from nnsight_core.errors import BlockError, LocationError, ProtocolError
+from nnsight_core.errors import BlockError, LocationError, NotSupportedError, ProtocolError
 from nnsight_core.node import Node
-from nnsight_core.outputs import RESULT_LATER, LateResult, RequestOutput
+from nnsight_core.outputs import LateResult, RequestOutput
 from nnsight_core.run import current_run
 from nnsight_core.sampling import merge
+from nnsight_core.shared import close_shared, open_shared, put_into
+from nnsight_core.shared import merge as put_together
 
 if TYPE_CHECKING:
     from nnsight_core.model import Model
 
 NO_PROMPT: Any = object()
-_NOT_YET = ("all", "barrier", "cache", "iter", "stop")
-
-
-class BlockTracer:
-    """`tracer` as a block sees it."""
-
-    __slots__ = ()
-
-    @property
-    def result(self) -> LateResult:
-        """The request's finished output (`RequestOutput`); may be saved anywhere in the block."""
-        return RESULT_LATER
-
-    def invoke(self, *_: Any, **__: Any) -> None:
-        raise LocationError(
-            "tracer.invoke stands inside a block: a trace that was given a prompt has no invokes. "
-            "Write `with model.trace() as tracer:`, and in it `with tracer.invoke(prompt):` for "
-            "each prompt."
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        yet = "yet " if name in _NOT_YET else ""
-        raise LocationError(f"The tracer of a block does not {yet}have {name!r}; it has `result`.")
 
 
 class _Captured:
@@ -84,6 +64,7 @@ class Tracer(_Captured):
         self._invokes: list[Invoke] = []
         self._frames: list[FrameType] = []
         self._open = False
+        self._shared: list[Any] = []
         self.saves: dict[str, Any] = {}
         self.outputs: list[RequestOutput | None] = []
         self.value: Any = None
@@ -92,7 +73,7 @@ class Tracer(_Captured):
     def result(self) -> Any:
         """The finished output; a list of them if the trace had several invokes."""
         if not self.outputs:
-            raise LocationError("tracer.result is there once the trace has ended.")
+            raise AttributeError  # which `__getattr__` explains
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
     def invoke(self, prompt: Any = NO_PROMPT, **sampling: Any) -> InvokeContext:
@@ -117,12 +98,27 @@ class Tracer(_Captured):
             raise ValueError("An invoke needs a prompt: `with tracer.invoke(prompt):`.")
         return InvokeContext(self, prompt, merge(self._sampling, sampling))
 
+    def barrier(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotSupportedError(BARRIER)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("all", "cache", "iter", "stop"):
+            raise LocationError(
+                f"tracer.{name} belongs inside a block: the body of a trace with a prompt or of an "
+                "invoke."
+            )
+        if name == "result":
+            raise LocationError("tracer.result is there once the trace has ended.")
+        raise AttributeError(f"A tracer has no attribute {name!r}.")
+
     def __enter__(self) -> Tracer:
         if current_run() is not None:
             raise LocationError("A trace cannot be opened inside the block of another.")
         self._open = True
         if self._prompt is not NO_PROMPT:
             self._enter(sys._getframe(1))
+        else:
+            self._shared = open_shared()
         return self
 
     def __exit__(
@@ -132,6 +128,7 @@ class Tracer(_Captured):
         traceback: TracebackType | None,
     ) -> bool:
         self._open = False
+        close_shared(self._shared)
         skipped = self._leave(kind)
         if error is not None and not skipped:
             self._forget()
@@ -156,6 +153,9 @@ class Tracer(_Captured):
     def _add(self, invoke: Invoke, frame: FrameType) -> None:
         if invoke.block is not None:
             _check_nodes(invoke.block, self._model)
+            above = {id(value) for value in self._shared}
+            held = invoke.block.names.items()
+            invoke.block.shared = [name for name, value in held if id(value) in above]
         self._invokes.append(invoke)
         self._frames.append(frame)
 
@@ -164,6 +164,7 @@ class Tracer(_Captured):
         self._frames = []
         self._frame = self._block = None
         self._invokes = []
+        self._shared = []
 
     def _run(self) -> None:
         invokes, frames = self._invokes, self._frames
@@ -181,7 +182,8 @@ class Tracer(_Captured):
         except ProtocolError as error:
             failure = error
         self.outputs = [o.output for o in outcomes]
-        self.saves = _by_name(invokes, outcomes)
+        shared = _put_together(invokes, outcomes)
+        self.saves = {**_by_name(invokes, outcomes), **shared}
         self.value = _one_or_all([o.value() for o in outcomes])
         for name, value in self.saves.items():
             for frame, invoke in zip(frames, invokes, strict=False):
@@ -313,6 +315,29 @@ def _by_name(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
         else:
             names[name] = next(saved[name] for saved in found if name in saved)
     return names
+
+
+def _put_together(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
+    """What was saved above the invokes, with all that they wrote; taken out of their saves."""
+    bases: dict[int, Any] = {}
+    names: dict[str, int] = {}
+    versions: dict[int, list[Any]] = {}
+    for invoke, outcome in zip(invokes, outcomes, strict=True):
+        block = invoke.block
+        for name in block.shared if block is not None else ():
+            assert block is not None
+            base = block.names[name]
+            names[name] = id(base)
+            bases[id(base)] = base
+            for _, ended in sorted(outcome.sequences.items()):
+                if name in ended.saves:
+                    value = outcome._late(ended.saves.pop(name))
+                    versions.setdefault(id(base), []).append(value)
+    made = {
+        key: put_into(base, put_together(base, versions.get(key, [])))
+        for key, base in bases.items()
+    }
+    return {name: made[key] for name, key in names.items()}
 
 
 def _names(invoke: Invoke, name: str) -> bool:

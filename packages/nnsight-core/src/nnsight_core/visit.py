@@ -33,6 +33,14 @@ class Rows(Protocol):
         """
         ...
 
+    def whole(self, run: Run, location: Location, index: int, rows: Tensor) -> Tensor:
+        """All rows of the run's step, of which `rows` (already a copy) came in this pass."""
+        ...
+
+    def wrote(self, run: Run, location: Location, changed: dict[int, Tensor]) -> None:
+        """A run has changed tensors of a value, by their index."""
+        ...
+
 
 _UNCHANGED: dict[int, Tensor] = {}
 
@@ -64,6 +72,8 @@ class Visit:
     def _copy(self, tensor: Tensor) -> Tensor:
         own = self.rows.view(self.run, self.location, len(self.copies), tensor)
         private = (tensor if own is None else own).clone()
+        if own is not None:
+            private = self.rows.whole(self.run, self.location, len(self.copies), private)
         self.copies.append(Copy(own, private, private._version))
         return private
 

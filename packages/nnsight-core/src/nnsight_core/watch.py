@@ -34,7 +34,7 @@ class Watch:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._watched: dict[str, nn.Module] = {}
         self._sourced: set[str] = set()
-        self.places = Places(tree, self._modules, self.watch_source)
+        self.places = interleaver.places = Places(tree, self._modules, self.watch_source)
         for path, module in self._modules.items():
             if tree.modules[path].same_as is None:
                 self._plain[path] = module.forward
@@ -84,7 +84,9 @@ class Watch:
 
         def bind(name: str, value: Any) -> Any:
             output = where[name][1]
-            if interleaver.watching and output in interleaver.waiting:
+            if interleaver.watching and (
+                output in interleaver.waiting or output in interleaver.observers
+            ):
                 return interleaver.arrive(output, value)
             interleaver.passed.add(output)
             return value
@@ -112,13 +114,13 @@ def _visit(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    waiting, passed = interleaver.waiting, interleaver.passed
-    if entry in waiting:
+    waiting, passed, observers = interleaver.waiting, interleaver.passed, interleaver.observers
+    if entry in waiting or entry in observers:
         args, kwargs = interleaver.arrive(entry, (args, kwargs))
     else:
         passed.add(entry)
     value = function(*args, **kwargs)
-    if output in waiting or output in interleaver.skips:
+    if output in waiting or output in interleaver.skips or output in observers:
         return interleaver.arrive(output, value)
     passed.add(output)
     return value

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from nnsight_core.backend import Ended, Finished, Invoke, Noted, Printed
+from nnsight_core.block_tracer import BLOCK_TRACER
+from nnsight_core.capture import Block
 from nnsight_core.code import Code, compile_block
 from nnsight_core.effects import Effects, effects_of
 from nnsight_core.errors import EncodeError
 from nnsight_core.run import Run
-from nnsight_core.scope import BLOCK_TRACER, VALUE, call_block, ended, target_names
+from nnsight_core.scope import VALUE, call_block, ended, share, target_names
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.code import CodeDecoder, CodeEncoder
 from nnsight_core.wire.data import Decoder, Encoder
@@ -52,7 +54,17 @@ def encode_block(invoke: Invoke, encoder: CodeEncoder) -> BlockData | None:
         names=names,
         targets=target_names(block.target),
         lazy=code.lazy,
+        shared=block.shared,
+        **_reach(block),
     )
+
+
+def _reach(block: Block) -> dict[str, Any]:
+    """What a block does to its prompt, read from its text: see `BlockData.whole` and `reads`."""
+    effects = effects_of(block.code, block.names, targets=target_names(block.target))
+    if effects.writes_forward or effects.reads_anywhere:
+        return {"whole": True}
+    return {"whole": False, "reads": effects.forward_reads()}
 
 
 def check_block(invoke: Invoke, tree: ModelTree | None) -> Effects | None:
@@ -63,7 +75,8 @@ def check_block(invoke: Invoke, tree: ModelTree | None) -> Effects | None:
     """
     if invoke.block is None:
         return None
-    effects = effects_of(invoke.block.code, invoke.block.names, tree)
+    block = invoke.block
+    effects = effects_of(block.code, block.names, tree, target_names(block.target))
     if tree is not None and not tree.provisional:
         effects.check(tree, invoke.block.code)
     return effects
@@ -79,7 +92,10 @@ def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str,
     code = code_of(data)
     scope = {**extra, **{name: decoder.decode(v) for name, v in data.names.items()}}
     scope.update(dict.fromkeys(data.targets, BLOCK_TRACER))
-    return Run(code, scope, key)
+    run = Run(code, scope, key)
+    run.reader = not data.whole
+    share(run, data.shared)
+    return run
 
 
 def encode_ended(

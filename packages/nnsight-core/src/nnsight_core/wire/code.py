@@ -32,11 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nnsight_core.block_tracer import BLOCK_TRACER, BlockTracer
 from nnsight_core.code import compile_block, is_lazy
 from nnsight_core.errors import CaptureError, EncodeError, LocationError, PolicyError
 from nnsight_core.node import Node, Operation, Root, Source
-from nnsight_core.scope import BLOCK_TRACER
-from nnsight_core.tracer import BlockTracer, InvokeContext, Tracer
+from nnsight_core.tracer import InvokeContext, Tracer
 from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
 from nnsight_core.wire.frames import Buffer
 

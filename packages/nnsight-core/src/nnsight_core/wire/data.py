@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from nnsight_core.cache import Cache
 from nnsight_core.errors import EncodeError, ProtocolError
 from nnsight_core.outputs import RESULT_LATER, LateResult
 from nnsight_core.values import dtype_name
@@ -118,6 +119,8 @@ class Encoder:
             return {"$": "range", "v": [value.start, value.stop, value.step]}
         if value is Ellipsis:
             return {"$": "ellipsis"}
+        if kind is Cache:
+            return {"$": "cache", "v": self.encode(value.data())}
         if isinstance(value, torch.Size):
             return {"$": "size", "v": list(value)}
         # What `x.topk(3)` and its like give back has its fields under the other name.
@@ -246,6 +249,7 @@ class Decoder:
             "slice": lambda f: slice(*self._parts(f)),
             "range": lambda f: range(*[int(v) for v in f["v"]]),
             "ellipsis": lambda _: Ellipsis,
+            "cache": lambda f: Cache.of(self.decode(f["v"])),
             "plain": lambda f: self.decode(f["v"]),
         }
 

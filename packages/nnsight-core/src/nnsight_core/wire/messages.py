@@ -11,7 +11,14 @@ from __future__ import annotations
 import warnings
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from nnsight_core.errors import ProtocolError
 from nnsight_core.outputs import RequestOutput
@@ -36,6 +43,11 @@ class BlockData(BaseModel):
     Attributes:
         targets: the names that `as` binds to the tracer.
         lazy: whether annotations in it are not evaluated.
+        shared: the names that hold what was saved above the invokes.
+        whole: whether its prompt has to run in one piece, because the block may write in the
+            forward pass, or because what it reads there is not known beforehand.
+        reads: what a block that is not `whole` reads in the forward pass: `path.output` or
+            `path.input`, with `*` for one part of a path and `**` for any path.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -47,6 +59,19 @@ class BlockData(BaseModel):
     names: dict[str, Any]
     targets: list[str] = Field(default_factory=list)
     lazy: bool = False
+    shared: list[str] = Field(default_factory=list)
+    whole: bool = True
+    reads: list[str] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # What came later is written only where it says something, so that a side which does not
+        # know it still reads the rest.
+        data = plain(self)
+        for name in ("shared", "whole", "reads"):
+            if data[name] == BlockData.model_fields[name].get_default(call_default_factory=True):
+                del data[name]
+        return data
 
 
 class InvokeData(BaseModel):
