@@ -16,7 +16,7 @@ from nnsight_core.tracer import InvokeContext, Tracer
 
 _UNBOUND = (
     "A value was saved, but no name holds it at the end of the block, so it does not come home. "
-    "Bind it (`name = value.save()`); in a loop, append values to a list and save the list."
+    "Bind it: `name = value.save()`. In a loop, append values to a list and save the list."
 )
 VALUE = "__nnsight_value__"
 _FUNCTION, _TRACER = "__nnsight_function__", "__nnsight_tracer__"
@@ -67,8 +67,10 @@ def ended(run: Run, invoke: int, sequence: int = 0) -> Ended:
     value = saves.pop(VALUE, None)
     filename = run.code.filename
     notes = [Noted(category, text, filename, line) for category, text, line in run.notes]
-    # A loop may save under one name again and again.
-    lines = dict.fromkeys(saved.line for saved in lost)
+    # A name that a loop binds anew holds the last of what was saved there, as in any loop.
+    gone = set(map(id, lost))
+    home = {saved.line for kept in run.saved.values() for saved in kept if id(saved) not in gone}
+    lines = dict.fromkeys(saved.line for saved in lost if saved.line not in home)
     notes += [Noted(UnboundSaveWarning, _UNBOUND, filename, line) for line in lines]
     error = run.error
     if error is not None:

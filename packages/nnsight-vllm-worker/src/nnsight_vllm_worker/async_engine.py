@@ -17,7 +17,7 @@ from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_vllm_worker.blobs import Ledger
 from nnsight_vllm_worker.channel import Receiver
 from nnsight_vllm_worker.convert import output_of
-from nnsight_vllm_worker.engine import DEAD, NEVER_ANSWERED, PATIENCE, Output
+from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, DEAD, NEVER_ANSWERED, PATIENCE, Output
 from nnsight_vllm_worker.progress import Progress
 from nnsight_vllm_worker.settings import apply
 from nnsight_vllm_worker.submission import Request
@@ -52,13 +52,20 @@ class AsyncEngine:
         self._read()
 
     @classmethod
-    async def start(cls, model: str, arguments: dict[str, Any], pickle: bool = True) -> Self:
+    async def start(
+        cls,
+        model: str,
+        arguments: dict[str, Any],
+        pickle: bool = True,
+        block_timeout: float | None = BLOCK_TIMEOUT,
+    ) -> Self:
         """Start an engine on the running loop, which waits meanwhile.
 
         Args:
             model: a model's name or folder, as vLLM takes it.
             arguments: what `AsyncEngineArgs` takes.
             pickle: whether blocks may carry pickled values.
+            block_timeout: seconds that a block may run before it gives control back.
 
         Raises:
             EngineError: the engine cannot be built, with the root cause.
@@ -70,7 +77,7 @@ class AsyncEngine:
         try:
             with startup.root_cause():
                 llm = async_startup.build_async_llm(model, chosen)
-                attaching = ("nnsight_attach", (receiver.address, pickle))
+                attaching = ("nnsight_attach", (receiver.address, pickle, block_timeout))
                 trees = await async_startup.call_workers(llm, *attaching)
             return cls(llm, receiver, ModelTree.model_validate_json(trees[0]))
         except BaseException:
@@ -106,7 +113,7 @@ class AsyncEngine:
             await self._undisturbed(run.clean())
 
     async def counts(self) -> dict[str, int]:
-        """How many blocks and bytes of outside tensors the worker holds."""
+        """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
         return (await self._rpc("nnsight_counts"))[0]
 
     async def close(self) -> None:
@@ -276,10 +283,13 @@ class _Running:
         """The request's output, once its blocks have said everything before it."""
         output = output_of(await async_startup.generate(self._engine.llm, self._request))
         self._generating = False
-        await self._until(lambda: self._progress.answered)
+        if not self._progress.answered:
+            # What its last step said may be on the way.
+            await self._wait(lambda: self._progress.answered, 0.02)
         if not self._progress.ended:
-            await self._engine._rpc("nnsight_result", self.key, output.model_dump_json())
-            await self._until(lambda: self._progress.ended)
+            await self._engine._rpc("nnsight_finish", self.key, output.model_dump_json())
+            if not await self._wait(lambda: self._progress.ended, PATIENCE):
+                raise EngineDeadError(NEVER_ANSWERED)
         return output
 
     async def _drop(self) -> Output | None:
@@ -293,11 +303,12 @@ class _Running:
             return error
         return None
 
-    async def _until(self, done: Callable[[], bool]) -> None:
+    async def _wait(self, done: Callable[[], bool], seconds: float) -> bool:
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(seconds):
                 while not done():
                     self._came.clear()
                     await self._came.wait()
         except TimeoutError:
-            raise EngineDeadError(NEVER_ANSWERED) from None
+            return False
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnsight_core.outputs import CompletionOutput, Logprob, RequestOutput
+from nnsight_core.outputs import STOPPED, CompletionOutput, Logprob, RequestOutput
 
 
 def output_of(output: Any) -> RequestOutput:
@@ -21,7 +21,7 @@ def output_of(output: Any) -> RequestOutput:
                 token_ids=list(part.token_ids),
                 cumulative_logprob=part.cumulative_logprob,
                 logprobs=_logprobs(part.logprobs),  # type: ignore[arg-type]
-                finish_reason=part.finish_reason,
+                finish_reason="stop" if part.stop_reason == STOPPED else part.finish_reason,
                 stop_reason=part.stop_reason,
             )
             for part in output.outputs

@@ -28,6 +28,10 @@ from nnsight_vllm_worker.vllm_ports import startup
 Output = RequestOutput | BaseException
 
 
+BLOCK_TIMEOUT = 60.0
+"""Seconds that a block may run before it gives control back to the engine."""
+
+
 class SyncEngine:
     """One `vllm.LLM` with blocks in it.
 
@@ -40,7 +44,13 @@ class SyncEngine:
         ValueError: a setting that cannot be had.
     """
 
-    def __init__(self, model: str, arguments: dict[str, Any], pickle: bool = True) -> None:
+    def __init__(
+        self,
+        model: str,
+        arguments: dict[str, Any],
+        pickle: bool = True,
+        block_timeout: float | None = BLOCK_TIMEOUT,
+    ) -> None:
         chosen = apply(arguments)
         self._receiver = Receiver()
         weakref.finalize(self, self._receiver.close)
@@ -50,7 +60,8 @@ class SyncEngine:
         try:
             with startup.root_cause():
                 self.llm = startup.build_llm(model, chosen)
-                trees = self._rpc("nnsight_attach", self._receiver.address, pickle)
+                attaching = (self._receiver.address, pickle, block_timeout)
+                trees = self._rpc("nnsight_attach", *attaching)
         except BaseException:
             self._receiver.close()
             raise
@@ -71,7 +82,7 @@ class SyncEngine:
             yield from _Batch(self, requests, blobs).run()
 
     def counts(self) -> dict[str, int]:
-        """How many blocks and bytes of outside tensors the worker holds."""
+        """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
         return self._rpc("nnsight_counts")[0]
 
     def close(self) -> None:
@@ -174,22 +185,23 @@ class _Batch:
         self.pending.discard(key)
         startup.abort(self.engine.llm, [key])
         if self.requests[key].sequences > 1:
-            # Blocks of its other sequences may be waiting for an output that will not come.
+            # Blocks of its other sequences may be waiting for what will not come.
             self.engine._rpc("nnsight_forget", [key])
 
     def _finish(self, output: RequestOutput) -> Iterator[tuple[str, Frame | Output]]:
         """A request has finished; what its blocks still have to say comes first."""
         key = output.request_id
         progress = self.progress[key]
+        if not progress.answered:
+            # What its last step said may be on the way.
+            yield from self._frames(0.02)
+        if not progress.ended:
+            self.engine._rpc("nnsight_finish", key, output.model_dump_json())
         patience = time.monotonic() + PATIENCE
-        while not progress.answered:
+        while not progress.ended:
             yield from self._frames(0.05)
             if time.monotonic() > patience:
                 raise EngineDeadError(NEVER_ANSWERED)
-        if not progress.ended:
-            self.engine._rpc("nnsight_result", key, output.model_dump_json())
-            while not progress.ended:
-                yield from self._frames(1.0)
         yield key, output
 
     def _clean(self) -> None:
@@ -199,9 +211,9 @@ class _Batch:
         try:
             if self.pending:
                 startup.abort(engine.llm, list(self.pending))
-            waiting = {key for key, p in self.progress.items() if p.waits and not p.ended}
-            if self.pending or waiting:
-                engine._rpc("nnsight_forget", [*(self.pending | waiting)])
+            unheard = [key for key, p in self.progress.items() if not p.ended and not p.failed]
+            if self.pending or unheard:
+                engine._rpc("nnsight_forget", [*{*self.pending, *unheard}])
             leaving = engine._ledger.release(self.used)
             if leaving:
                 engine._rpc("nnsight_drop", leaving)

@@ -15,7 +15,7 @@ from nnsight_core.tree import ModelTree
 from nnsight_core.tree_cache import keep_tree, load_tree
 from nnsight_vllm_worker.backend import LocalBackend
 from nnsight_vllm_worker.convert import output_of
-from nnsight_vllm_worker.engine import SyncEngine
+from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, SyncEngine
 from nnsight_vllm_worker.prompts import prompt_of, sampling_of
 from nnsight_vllm_worker.settings import SETTINGS
 from nnsight_vllm_worker.vllm_ports.meta import tree_of
@@ -31,6 +31,8 @@ class VLLM(Model):
         dispatch: build the engine now; otherwise the first trace or generation does.
         serve: a server's address, whose engine is used instead (with the client package).
         api_key: the key that the server wants.
+        block_timeout: seconds that a block may hold the engine, which all requests share, before it
+            gives control back; None for as long as it likes.
         save_device: where saved tensors arrive, such as `cuda`; the CPU otherwise.
         **engine_args: whatever `vllm.LLM` takes. What we force or default is in
             `engine_settings()`.
@@ -55,6 +57,7 @@ class VLLM(Model):
         serve: str | None = None,
         api_key: str | None = None,
         save_device: str = "cpu",
+        block_timeout: float | None = BLOCK_TIMEOUT,
         **engine_args: Any,
     ) -> None:
         if mode not in ("sync", "async"):
@@ -67,6 +70,7 @@ class VLLM(Model):
         self._repo = repo
         self._serve = serve
         self._api_key = api_key
+        self._block_timeout = block_timeout
         self._arguments = engine_args
         self._engine: SyncEngine | None = None
         self._closed = False
@@ -153,7 +157,9 @@ class VLLM(Model):
         if self._closed:
             raise EngineDeadError("This model was closed; build it anew to go on.")
         if self._engine is None:
-            self._engine = SyncEngine(self._repo, self._arguments)
+            self._engine = SyncEngine(
+                self._repo, self._arguments, block_timeout=self._block_timeout
+            )
             self._places.tree = self._engine.tree
             keep_tree(self._engine.tree, self._repo, engine(), self._arguments)
         return self._engine

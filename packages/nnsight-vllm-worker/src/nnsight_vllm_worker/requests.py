@@ -18,7 +18,8 @@ import torch
 
 from nnsight_core.code import compile_block
 from nnsight_core.effects import effects_of
-from nnsight_core.errors import ProtocolError
+from nnsight_core.errors import EngineError, ProtocolError
+from nnsight_core.locations import RESULT
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
 from nnsight_core.watch import Watch
@@ -33,51 +34,46 @@ from nnsight_core.wire.messages import (
     expect,
 )
 from nnsight_vllm_worker.blobs import Store
+from nnsight_vllm_worker.rows import RowMap
+from nnsight_vllm_worker.traced import Arrival, Traced
+from nnsight_vllm_worker.vllm_ports.ending import Ending
+from nnsight_vllm_worker.written import LIMIT, Allowance, Written
 
 _log = logging.getLogger(__name__)
 EXTRA = "nnsight"
 """The entry of `extra_args` that holds a request's block."""
 
 
-class Traced:
-    """One traced request: its run, and what it has to say besides its saves."""
-
-    def __init__(self, request: str, key: str, sequence: int, prompt: int, cached: int) -> None:
-        self.request = request
-        self.key = key
-        self.sequence = sequence
-        self.prompt = prompt
-        self.cached = cached
-        self.started = False
-        self.waits = False
-        self.notes: list[WarningData] = []
-        self.blobs: list[str] = []
-        self.run: Run
-
-
 class Tracing:
     """The traced requests of one worker.
 
     Attributes:
-        requests: by the engine's request id.
-        waiting: those whose blocks wait for the finished output, by key and sequence.
+        requests: those that take part in forward passes, by the engine's id.
+        awaited: those whose blocks have not said everything yet, by key and sequence.
+        limit: how many seconds a block may run before it gives control back.
     """
 
     def __init__(
         self,
         root: Root,
         watch: Watch,
+        rows: RowMap,
         store: Store,
         emit: Callable[[Frame], None],
+        config: Any,
         pickle: bool,
     ) -> None:
         self.requests: dict[str, Traced] = {}
-        self.waiting: dict[tuple[str, int], Traced] = {}
+        self.awaited: dict[tuple[str, int], Traced] = {}
+        self.limit: float | None = None
         self._root = root
         self._watch = watch
+        self._rows = rows
         self._store = store
         self._emit = emit
+        self._config = config
         self._pickle = pickle
+        self._allowance = Allowance()
         self._ended: list[Traced] = []
         self._extra = {"print": _print(self.printed), "__builtins__": builtins}
         self._show = warnings.showwarning
@@ -86,11 +82,18 @@ class Tracing:
     @property
     def live(self) -> int:
         """How many blocks are in the worker."""
-        return len(self.requests) + len(self.waiting)
+        return len(self.awaited)
 
-    def come(self, request: str, extra: Any, prompt: int, cached: int) -> None:
+    @property
+    def kept(self) -> int:
+        """How many bytes of what blocks wrote are kept."""
+        return LIMIT - self._allowance.left
+
+    def come(self, arrival: Arrival) -> None:
         """A request has come; if it carries a block, its run is made ready."""
-        data = (extra or {}).get(EXTRA)
+        request = arrival.request
+        params: Any = arrival.params
+        data = (params and params.extra_args or {}).get(EXTRA)
         if data is None:
             return
         try:
@@ -102,58 +105,88 @@ class Tracing:
             return
         # vLLM names the sequences of one request by a number before the parent's id.
         sequence = int(request.partition("_")[0]) if message.sequences > 1 else 0
-        traced = Traced(request, message.key, sequence, prompt, cached)
+        bare = Run(compile_block("    pass\n", message.block.filename, 1, "block"), {})
+        traced = Traced(request, message.key, sequence, len(arrival.prompt), bare)
+        bare.key = traced
+        self.awaited[traced.key, sequence] = traced
         try:
+            if arrival.cached:
+                raise EngineError(
+                    f"{arrival.cached} tokens of the prompt came from a cache, so the block cannot "
+                    "see it whole."
+                )
+            traced.written = Written(self._rows, self._allowance)
+            traced.reads = message.block.reads
+            traced.ending = Ending(request, arrival.prompt, params, self._config)
             traced.run = self._run(message, frame, traced)
         except Exception as error:
             # What cannot be made into a run is an error of this request alone.
-            traced.run = Run(compile_block("    pass\n", message.block.filename, 1, "block"), {})
-            traced.run.key = traced
-            traced.run.error = error
-            traced.started = True
-            self.end(traced.run)
+            self.fail(traced, error)
             self.send()
             return
         self.requests[request] = traced
 
     def gone(self, request: str) -> None:
-        """A request has finished or was aborted."""
+        """A request has left the engine; its block may still wait for the finished output."""
         traced = self.requests.pop(request, None)
         if traced is not None:
-            self._watch.interleaver.drop(traced.run)
+            traced.written.release()
 
     def forget(self, key: str) -> None:
-        """Drop what still waits for a finished output that will not come."""
-        for place in [p for p in self.waiting if p[0] == key]:
-            traced = self.waiting.pop(place)
+        """Drop the blocks of a request that nobody waits for any more."""
+        for place in [p for p in self.awaited if p[0] == key]:
+            traced = self.awaited.pop(place)
+            traced.sent = True
+            self.gone(traced.request)
             self._watch.interleaver.drop(traced.run)
 
     def end(self, run: Run) -> None:
         """A run has ended; what it brings home is sent when the step is over."""
-        self._ended.append(run.key)
+        if run.error is not None or run.over or not run.recorders:
+            self._ended.append(run.key)
+
+    def over(self, traced: Traced) -> None:
+        """A request makes no further step, so its caches hold all that they will."""
+        self.gone(traced.request)
+        if traced.run.dead and not traced.sent and traced not in self._ended:
+            self._ended.append(traced)
+
+    def fail(self, traced: Traced, error: Exception) -> None:
+        """A request cannot be what its block asks for."""
+        self._watch.interleaver.drop(traced.run)
+        traced.run.error = error
+        traced.run.dead = True
+        traced.sent = False
+        self.gone(traced.request)
+        self._ended.append(traced)
 
     def send(self) -> None:
         """Send what has ended, and say of which runs the finished output is waited for."""
         for traced in self._ended:
-            run = traced.run
-            run.error = run.error or self._store.check(traced.blobs)
-            try:
-                frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
-            except Exception as error:
-                # Whatever a block saved, encoding it must not take the engine along.
-                run.error = error
-                run.saved.clear()
-                frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
-            self._emit(frame)
-            self.requests.pop(traced.request, None)
-            self.waiting.pop((traced.key, traced.sequence), None)
+            if not traced.sent:
+                self._send(traced)
         self._ended.clear()
-        for traced in [t for t in self.requests.values() if t.started and not t.waits]:
-            # The step of a block without a loop is over, so only the output is left to wait for.
-            traced.waits = True
-            del self.requests[traced.request]
-            self.waiting[traced.key, traced.sequence] = traced
-            self._emit(EndedMessage(key=traced.key, sequence=traced.sequence, waits=True).frame())
+        for traced in self.awaited.values():
+            if traced.run.waits_for is RESULT and not traced.waits:
+                traced.waits = True
+                message = EndedMessage(key=traced.key, sequence=traced.sequence, waits=True)
+                self._emit(message.frame())
+
+    def _send(self, traced: Traced) -> None:
+        run = traced.run
+        run.error = run.error or self._store.check(traced.blobs)
+        try:
+            frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+        except Exception as error:
+            # Whatever a block saved, encoding it must not take the engine along.
+            run.error = error
+            run.saved.clear()
+            frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+        traced.sent = True
+        self.awaited.pop((traced.key, traced.sequence), None)
+        if run.error is not None or (not traced.written and not run.recorders):
+            self.gone(traced.request)
+        self._emit(frame)
 
     def printed(self, traced: Traced, text: str) -> None:
         """A block printed something."""
@@ -184,6 +217,7 @@ class Tracing:
                 extra=self._extra,
             )
             run = decode_run(block, decoder, traced, self._extra)
+            run.limit = self.limit
         if "source" in code.compiled.co_names:
             effects = effects_of(code, run.scope, self._watch.places.tree)
             for path in effects.sources():

@@ -8,9 +8,11 @@ happens to equal the number of tokens is never cut by mistake.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nnsight_core.errors import LocationError
@@ -20,8 +22,13 @@ from nnsight_core.tree import REQUESTS, TOKENS, TensorInfo
 
 
 class Span(NamedTuple):
-    """One request's place in a step: its tokens `start:stop`, and its `row` among the requests."""
+    """One request's place in a forward pass.
 
+    Its tokens are `first:stop`; those of its step are `start:stop` (the ones before are computed
+    anew, after a preemption); `row` is its place among the requests.
+    """
+
+    first: int
     start: int
     stop: int
     row: int
@@ -49,7 +56,10 @@ def axis_of(info: TensorInfo) -> Axis | Unknown | None:
 
 
 class RowMap:
-    """The spans of the step that is running. See `nnsight_core.visit.Rows`."""
+    """The spans of the forward pass that is running. See `nnsight_core.visit.Rows`.
+
+    Keys of runs are `Traced` requests, which know what came of their prompt before.
+    """
 
     def __init__(self) -> None:
         per_request = (Axis(0, REQUESTS),)
@@ -64,17 +74,30 @@ class RowMap:
         """Take over what was recorded of a location."""
         self._axes[location] = tuple(axis_of(info) for info in infos)
 
-    def place(self, order: list[tuple[object, int]]) -> None:
-        """Take the rows of a step: each request's key and number of tokens, in batch order."""
-        self._spans = {}
-        start = 0
-        for row, (key, tokens) in enumerate(order):
-            self._spans[key] = Span(start, start + tokens, row)
-            start += tokens
-        self._totals = {TOKENS: start, REQUESTS: len(order)}
+    def known(self) -> Iterable[Location]:
+        """The locations that were recorded."""
+        return self._axes
 
-    def view(self, run: Run, location: Location, index: int, tensor: Tensor) -> Tensor | None:
-        """The run's rows of a tensor. See `nnsight_core.visit.Rows.view`."""
+    def place(self, order: list[tuple[object, int, int]]) -> None:
+        """Take the rows of a pass, in batch order: each request's key, its tokens, its step's."""
+        self._spans = {}
+        first = 0
+        for row, (key, tokens, live) in enumerate(order):
+            stop = first + tokens
+            self._spans[key] = Span(first, stop - live, stop, row)
+            first = stop
+        self._totals = {TOKENS: first, REQUESTS: len(order)}
+
+    def span(self, key: object) -> Span:
+        """The place of a request."""
+        return self._spans[key]
+
+    def axis(self, location: Location, index: int, tensor: Tensor) -> Axis | None:
+        """Along which axis the requests lie in the `index`-th tensor of a value; None if nowhere.
+
+        Raises:
+            LocationError: it is not known, or not as it was recorded.
+        """
         axes = self._axes.get(location)
         if axes is None:
             raise LocationError(
@@ -92,7 +115,32 @@ class RowMap:
                 f"{location} has shape {list(tensor.shape)} in a step of {total} {axis.counts}, "
                 "which is not how it was recorded."
             )
+        return axis
+
+    def axis_kept(self, location: Location, index: int) -> Axis | None:
+        """As `axis`, of a tensor that was served before."""
+        axis = self._axes[location][index]
+        return axis if isinstance(axis, Axis) else None
+
+    # -- Rows ------------------------------------------------------------------------------------
+
+    def view(self, run: Run, location: Location, index: int, tensor: Tensor) -> Tensor | None:
+        axis = self.axis(location, index, tensor)
+        if axis is None:
+            return None
         span = self._spans[run.key]
         if axis.counts == TOKENS:
             return tensor.narrow(axis.axis, span.start, span.stop - span.start)
         return tensor.narrow(axis.axis, span.row, 1)
+
+    def whole(self, run: Run, location: Location, index: int, rows: Tensor) -> Tensor:
+        pieces: Any = run.key.pieces
+        if pieces is None:
+            return rows
+        axis = self.axis_kept(location, index)
+        if axis is None or axis.counts != TOKENS:
+            return rows
+        return torch.cat([*pieces.before(location, index), rows], axis.axis)
+
+    def wrote(self, run: Run, location: Location, changed: dict[int, Tensor]) -> None:
+        run.key.written.keep(location, run.key.position, changed)

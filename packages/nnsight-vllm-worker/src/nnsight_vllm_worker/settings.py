@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+SCHEDULER = "nnsight_vllm_worker.vllm_ports.scheduling.scheduler"
 EXTENSION = "nnsight_vllm_worker.worker.WorkerExtension"
 
 
@@ -36,10 +37,11 @@ SETTINGS = (
         "every location is reached by running the model's own Python; compiled steps come later",
     ),
     Setting(
-        "enable_chunked_prefill",
-        False,
+        "scheduler_cls",
+        SCHEDULER,
         True,
-        "a block sees its whole prompt in one step",
+        "vLLM's own scheduler, which runs the prompt of a block that writes in one piece, and ends "
+        "a request at its block's word",
     ),
     Setting(
         "worker_extension_cls",
@@ -90,4 +92,9 @@ REFUSED = {
     "pipeline_parallel_size": "a block cannot yet reach locations of several stages",
     "tensor_parallel_size": "values of several ranks are not yet put together for a block",
     "data_parallel_size": "values of several replicas are not yet told apart",
+    "decode_context_parallel_size": "values of several ranks are not yet put together for a block",
+    "prefill_context_parallel_size": "values of several ranks are not yet put together for a block",
+    "enable_dbo": "a forward pass cut in two does not hold a request's rows together",
+    "kv_transfer_config": "a prompt whose keys and values come from elsewhere does not run here",
+    "kv_sharing_fast_prefill": "layers that leave out tokens have no rows for them",
 }

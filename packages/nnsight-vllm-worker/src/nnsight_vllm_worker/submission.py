@@ -10,6 +10,7 @@ from nnsight_core.wire.frames import Buffer
 from nnsight_core.wire.messages import BlockData, BlockMessage
 from nnsight_vllm_worker.prompts import prompt_of, sampling_of
 from nnsight_vllm_worker.requests import EXTRA
+from nnsight_vllm_worker.vllm_ports.scheduling import WHOLE
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Request:
         key: names it between the engine's holder and its workers.
         sequences: how many sequences it fans out into (`n`).
         traced: whether it carries a block, so that frames come for each sequence.
+        whole: whether its prompt has to run in one piece.
         blobs: contents of the outside tensors that its block needs.
     """
 
@@ -28,6 +30,7 @@ class Request:
     params: Any
     traced: bool
     sequences: int = 1
+    whole: bool = False
     lora: Any = None
     blobs: list[str] = field(default_factory=list)
 
@@ -49,11 +52,20 @@ def request_of(
     lora = sampling.pop("lora_request", None)
     params = sampling_of(sampling)
     key = uuid.uuid4().hex
-    request = Request(key, prompt_of(prompt), params, block is not None, params.n, lora, blobs)
+    whole = block is not None and block.whole
+    taken = prompt_of(prompt)
+    request = Request(key, taken, params, block is not None, params.n, whole, lora, blobs)
     if block is not None:
         message = BlockMessage(key=key, sequences=params.n, block=block)
         extra = dict(params.extra_args or {})
         extra[EXTRA] = message.frame(buffers).to_bytes()
+        if whole:
+            extra[WHOLE] = True
+            # What it writes goes into keys and values that no other request may find in the cache.
+            request.prompt = {
+                **(taken if isinstance(taken, dict) else {"prompt": taken}),
+                "cache_salt": key,
+            }
         params.extra_args = extra
         # A block sees its whole prompt, so none of it may come from the prefix cache.
         params.skip_reading_prefix_cache = True

@@ -20,18 +20,19 @@ from nnsight_vllm_worker.record import record
 from nnsight_vllm_worker.requests import Tracing
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.step import Steps
-from nnsight_vllm_worker.vllm_ports import startup
+from nnsight_vllm_worker.vllm_ports import scheduling, startup
 from nnsight_vllm_worker.vllm_ports.runner_v1 import RunnerV1
 
 startup.report_causes()
+scheduling.silence()
 
 
 class WorkerExtension:
     """The RPC methods of a worker. `self` is vLLM's worker."""
 
-    def nnsight_attach(self, address: str, pickle: bool) -> str:
+    def nnsight_attach(self, address: str, pickle: bool, limit: float | None) -> str:
         """Record the model's locations and begin to trace; gives the tree as JSON."""
-        self._nnsight = Attached(self, address, pickle)  # type: ignore[attr-defined]
+        self._nnsight = Attached(self, address, pickle, limit)  # type: ignore[attr-defined]
         return self._nnsight.tree.model_dump_json()
 
     def nnsight_detach(self) -> None:
@@ -46,25 +47,26 @@ class WorkerExtension:
         """Let outside tensors go."""
         self._nnsight.store.drop(digests)
 
-    def nnsight_result(self, key: str, outputs: str) -> None:
-        """Hand the finished output to the blocks that wait for it; send what they make of it."""
-        self._nnsight.result(key, outputs)
+    def nnsight_finish(self, key: str, outputs: str) -> None:
+        """Tell the blocks of a request that it has finished, and with what output."""
+        self._nnsight.finish(key, outputs)
 
     def nnsight_forget(self, keys: list[str]) -> None:
-        """Drop blocks that wait for a finished output which will not come."""
+        """Drop the blocks of requests that nobody waits for any more."""
         for key in keys:
             self._nnsight.tracing.forget(key)
 
     def nnsight_counts(self) -> dict[str, int]:
-        """How many blocks are in the worker, and how many bytes of outside tensors."""
+        """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
         attached = self._nnsight
-        return {"live": attached.tracing.live, "blob_bytes": attached.store.bytes}
+        tracing = attached.tracing
+        return {"live": tracing.live, "blob_bytes": attached.store.bytes, "kept": tracing.kept}
 
 
 class Attached:
     """What one worker holds for tracing."""
 
-    def __init__(self, worker: Any, address: str, pickle: bool) -> None:
+    def __init__(self, worker: Any, address: str, pickle: bool, limit: float | None) -> None:
         port = RunnerV1(worker.model_runner)
         rows = RowMap()
         interleaver = Interleaver(rows, lambda run: self.tracing.end(run))
@@ -76,7 +78,8 @@ class Attached:
         self.store = Store(port.device)
         self._sender = Sender(address) if worker.rank == 0 else None
         root = _WorkerRoot(watch.places, "", config)
-        self.tracing = Tracing(root, watch, self.store, self._send, pickle)
+        self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle)
+        self.tracing.limit = limit
         self.steps = Steps(rows, interleaver, self.tracing)
         port.attach(self.steps)
 
@@ -91,12 +94,12 @@ class Attached:
         if self._sender is not None:
             self._sender.send(frame)
 
-    def result(self, key: str, outputs: str) -> None:
+    def finish(self, key: str, outputs: str) -> None:
         output = RequestOutput.model_validate_json(outputs)
-        for (waiting, sequence), traced in list(self.tracing.waiting.items()):
-            if waiting == key:
+        for (awaited, sequence), traced in list(self.tracing.awaited.items()):
+            if awaited == key:
                 own = [o for o in output.outputs if o.index == sequence] or output.outputs
-                self.steps.result(traced.run, output.model_copy(update={"outputs": own}))
+                self.steps.finish(traced, output.model_copy(update={"outputs": own}))
 
 
 class _WorkerRoot(Root):

@@ -6,7 +6,9 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/worker/gpu_model_runner.py` and its 
   `logits`, or None where there is nothing to sample.
 - `sample_tokens(grammar_output)` samples from that state through `_sample(logits, ...)`, whose
   `sampled_token_ids` (`[requests, 1]`) the engine goes on with.
-- `input_batch.req_ids` is the batch's order; `scheduler_output.num_scheduled_tokens` the tokens.
+- `input_batch.req_ids` is the batch's order; `scheduler_output.num_scheduled_tokens` the tokens,
+  which follow the `input_batch.num_computed_tokens_cpu` first ones of the request, of which
+  `requests[id].num_tokens` are known. A pass that runs all of these draws the next.
 - A new request shows `req_id`, `sampling_params`, `prompt_token_ids`, `num_computed_tokens`.
 - `_dummy_run(num_tokens)` runs the model without requests and gives back its hidden states.
 """
@@ -19,7 +21,10 @@ import torch
 
 from nnsight_core.errors import EngineError
 from nnsight_vllm_worker.step import Steps
+from nnsight_vllm_worker.traced import Arrival, Part
+from nnsight_vllm_worker.vllm_ports import ending
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
+from nnsight_vllm_worker.vllm_ports.scheduling import end_requests
 
 _METHODS = {
     "execute_model": ("scheduler_output",),
@@ -37,7 +42,9 @@ class RunnerV1:
     def __init__(self, runner: Any) -> None:
         check_methods(runner, _METHODS)
         check_attributes(runner, ("input_batch", "execute_model_state", "device", "vllm_config"))
-        check_attributes(runner.input_batch, ("req_ids",))
+        check_attributes(runner, ("requests",))
+        check_attributes(runner.input_batch, ("req_ids", "num_computed_tokens_cpu"))
+        ending.check()
         if getattr(runner, "use_v2_model_runner", False):
             raise EngineError("This port is for vLLM's V1 model runner.")
         self._runner = runner
@@ -68,10 +75,10 @@ class RunnerV1:
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             new = [
-                (
+                Arrival(
                     request.req_id,
-                    request.sampling_params and request.sampling_params.extra_args,
-                    len(request.prompt_token_ids or ()),
+                    request.prompt_token_ids or [],
+                    request.sampling_params,
                     request.num_computed_tokens,
                 )
                 for request in scheduler_output.scheduled_new_reqs
@@ -81,8 +88,8 @@ class RunnerV1:
             return execute(scheduler_output, *args, **kwargs)
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:
-            if self._scheduled:
-                steps.begin([(r, self._scheduled[r]) for r in runner.input_batch.req_ids])
+            if self._scheduled and steps.tracing.requests:
+                steps.begin(self._batch())
             return forward(*args, **kwargs)
 
         def sample_all(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +97,9 @@ class RunnerV1:
             if state is not None:
                 steps.logits(state.logits)
             output = sample_tokens(*args, **kwargs)
-            steps.end()
+            ended = steps.end()
+            if ended:
+                end_requests(output, ended)
             return output
 
         def sample_ids(*args: Any, **kwargs: Any) -> Any:
@@ -100,3 +109,17 @@ class RunnerV1:
 
         runner.execute_model, runner._model_forward = execute_model, model_forward
         runner.sample_tokens, runner._sample = sample_all, sample_ids
+
+    def _batch(self) -> list[Part]:
+        """Each request's part in the pass that is about to run, in the order of its rows."""
+        runner = self._runner
+        batch = runner.input_batch
+        return [
+            Part(
+                request,
+                self._scheduled[request],
+                int(batch.num_computed_tokens_cpu[row]),
+                runner.requests[request].num_tokens,
+            )
+            for row, request in enumerate(batch.req_ids)
+        ]
