@@ -96,6 +96,15 @@ def gpt2(gpt2_path: str) -> Iterator[VLLM]:
 
 
 @pytest.fixture(scope="session")
+def tight(gpt2_path: str) -> Iterator[VLLM]:
+    """The GPT-2 in an engine with little room: 40 tokens a pass, 6 requests, 320 tokens in all."""
+    room = {"max_num_batched_tokens": 40, "max_num_seqs": 6}
+    memory = {"block_size": 16, "num_gpu_blocks_override": 20}
+    with _engine(gpt2_path, **room, **memory) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
 def llama(llama_path: str) -> Iterator[VLLM]:
     """The Llama on vLLM, in this process."""
     with _engine(llama_path) as model:

@@ -26,17 +26,22 @@ class Pieces:
 
     Args:
         reads: what the block may read, as `BlockData.reads` says it.
+
+    Attributes:
+        tokens: how many tokens of the prompt have run.
     """
 
     def __init__(self, rows: RowMap, run: Run, reads: list[str]) -> None:
+        self.tokens = 0
         self._rows = rows
         self._run = run
         self._reads = _patterns(reads)
         self._seen: dict[tuple[Location, int], list[Tensor]] = {}
         self._failed: dict[Location, Exception] = {}
 
-    def observed(self) -> Iterable[Observed]:
-        """Where it looks on."""
+    def observed(self, tokens: int) -> Iterable[Observed]:
+        """Where it looks on in a pass over so many tokens of the prompt."""
+        self.tokens += tokens
         return [(at, self) for at in self._rows.known() if self._wants(at)]
 
     def see(self, location: Location, value: Any) -> Any:

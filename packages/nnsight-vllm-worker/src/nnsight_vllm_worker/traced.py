@@ -87,7 +87,9 @@ class Traced:
         self.position = part.known - self.live if self.draws else part.computed
         if step == 0 and not self.run.started:
             self._piece(part, rows)
-        elif self.written.lost is not None and not (self.draws and part.tokens == 1):
+            return
+        self.pieces = None
+        if self.written.lost is not None and not (self.draws and part.tokens == 1):
             raise EngineError(
                 "The request was preempted and is computed anew, and what its block wrote was not "
                 f"kept ({self.written.lost}). Run fewer requests at once, or give the engine more "
@@ -97,7 +99,7 @@ class Traced:
     def observed(self, part: Part) -> Iterable[Observed]:
         """What looks on in the pass besides the block."""
         if self.pieces is not None and not self.draws:
-            return self.pieces.observed()
+            return self.pieces.observed(part.tokens)
         if self.written and self.made and part.tokens > (1 if self.draws else 0):
             return self.written.again(self, part.computed, part.tokens)
         return ()
@@ -110,7 +112,7 @@ class Traced:
             if self.run.reader:
                 self.pieces = Pieces(rows, self.run, self.reads)
                 return
-        elif self.pieces is not None:
+        elif self.pieces is not None and self.pieces.tokens == part.computed:
             return
         raise EngineError(
             f"The prompt of {self.prompt} tokens did not run whole in one step ({part.tokens} ran, "

@@ -6,6 +6,8 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/engine/async_llm.py`):
 - `generate(prompt, params, id, lora_request=...)` yields one output when `output_kind` is
   FINAL_ONLY; cancelled, it aborts its request. What it refuses is raised as it is, or as the cause
   of an `EngineGenerateError`.
+- `renderer.render_cmpl_async([prompt dict])` makes of prompts what `generate` takes as well, with
+  their `prompt_token_ids`.
 - `abort(ids)` takes the ids that `generate` was given, and knows them from before the engine does.
 - `collective_rpc(method, args=...)` runs on every worker, after what was sent to the engine before.
 - `errored` says whether the engine has ended, and the task `output_handler` ends when it does;
@@ -19,7 +21,7 @@ from typing import Any
 
 from nnsight_vllm_worker.submission import Request
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
-from nnsight_vllm_worker.vllm_ports.startup import refusals
+from nnsight_vllm_worker.vllm_ports.startup import check_room, refusals
 
 _METHODS = {
     "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
@@ -40,7 +42,8 @@ def build_async_llm(model: str, arguments: dict[str, Any]) -> Any:
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
     check_methods(llm, _METHODS)
-    check_attributes(llm, ("errored", "output_handler", "dead_error"))
+    check_attributes(llm, ("errored", "output_handler", "dead_error", "vllm_config"))
+    check_methods(llm.renderer, {"render_cmpl_async": ("prompts",)})
     return llm
 
 
@@ -55,10 +58,14 @@ async def generate(llm: Any, request: Request) -> Any:
 
     request.params.output_kind = RequestOutputKind.FINAL_ONLY
     output = None
+    prompt = request.prompt
     try:
         with refusals():
+            if request.whole:
+                [prompt] = await llm.renderer.render_cmpl_async([prompt])
+                check_room(llm.vllm_config, request, prompt)
             async for news in llm.generate(
-                request.prompt, request.params, request.key, lora_request=request.lora
+                prompt, request.params, request.key, lora_request=request.lora
             ):
                 output = news
     except EngineGenerateError as error:

@@ -4,7 +4,8 @@ Relies on (vLLM 0.26.0 and 0.27.1):
 - the engine's process logs what kept it from starting, with the exception, at level ERROR to a
   logger below `vllm`; the parent only learns that it failed.
 - workers import the extension class before they load the model.
-- `LLM._preprocess_cmpl_one(prompt)` makes of a prompt what the engine takes.
+- `LLM._preprocess_cmpl_one(prompt)` makes of a prompt what the engine takes, with its
+  `prompt_token_ids`. `scheduler_config` says how many tokens a forward pass takes.
 - `LLM.llm_engine` has `add_request`, `step` and `abort_request`, whose ids are those given;
   `engine_core.shutdown()` ends its processes.
 - what is wrong with a request is a `ValueError` or a `vllm.exceptions.VLLMClientError`.
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nnsight_core.errors import EngineError, NNsightError
+from nnsight_core.errors import EngineError, NNsightError, WriteError
 from nnsight_vllm_worker.vllm_ports import death
 
 CAUSES = "NNSIGHT_START_CAUSES"
@@ -118,7 +119,26 @@ def add_request(llm: Any, key: str, request: Any) -> None:
     request.params.output_kind = RequestOutputKind.FINAL_ONLY
     with refusals():
         rendered = llm._preprocess_cmpl_one(request.prompt)
+    check_room(llm.llm_engine.vllm_config, request, rendered)
     llm.llm_engine.add_request(key, rendered, request.params, lora_request=request.lora)
+
+
+def check_room(config: Any, request: Any, rendered: Any) -> None:
+    """Refuse a prompt that has to run in one piece and does not fit into any forward pass.
+
+    Raises:
+        WriteError: with both numbers of tokens.
+    """
+    settings = config.scheduler_config
+    room = settings.max_num_scheduled_tokens or settings.max_num_batched_tokens
+    length = len(rendered.get("prompt_token_ids") or ())
+    if request.whole and length > room:
+        raise WriteError(
+            f"The prompt has {length} tokens, and a forward pass of this engine takes {room} "
+            "(max_num_batched_tokens). A block that writes, or of which it is not known what it "
+            "reads, needs its prompt in one piece: give the engine more room, shorten the prompt, "
+            "or let the block only read, from modules that it names plainly."
+        )
 
 
 @contextmanager
