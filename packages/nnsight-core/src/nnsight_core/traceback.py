@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import linecache
+import re
 from types import CodeType, TracebackType
 
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+CALL = "<nnsight fn=>"
+"""The file that the call of a function given as `fn=` seems to stand in."""
+_OURS = ("nnsight_core", "nnsight_vllm_worker")
 
 
 def user_traceback(traceback: TracebackType | None, block: CodeType) -> TracebackType | None:
@@ -17,8 +20,29 @@ def user_traceback(traceback: TracebackType | None, block: CodeType) -> Tracebac
         return traceback
     last, here = found, found
     while here is not None:
-        if not here.tb_frame.f_code.co_filename.startswith(_OURS):
+        if not is_ours(here):
             last = here
         here = here.tb_next
     last.tb_next = None
+    if block.co_filename == CALL and found.tb_next is not None:
+        return found.tb_next  # the call of a function given as `fn=` is no line of the user's
     return found
+
+
+def is_ours(traceback: TracebackType) -> bool:
+    """Whether the first frame of a traceback is one of our own code."""
+    module = traceback.tb_frame.f_globals.get("__name__")
+    return isinstance(module, str) and module.partition(".")[0] in _OURS
+
+
+def first_line(filename: str, line: int, function: str) -> int:
+    """Where the function around a line begins, since what shows a frame's source begins there."""
+    if function == "<module>":
+        return 1
+    if function.isidentifier():
+        begins = re.compile(rf"\s*(async\s+)?def\s+{function}\b")
+        lines = linecache.getlines(filename)
+        for number in range(min(line, len(lines)), 0, -1):
+            if begins.match(lines[number - 1]):
+                return number
+    return line

@@ -46,17 +46,16 @@ async def answer(_: Request, refused: Exception) -> JSONResponse:
 def record_of(error: BaseException) -> ErrorRecord:
     """An error of this side as data, under a class that every client has.
 
-    Where in the server it was raised stays here.
+    Where in the server it was raised, and from what, stays here.
     """
     record = record_error(error, Encoder())
     cls = next(c for c in type(error).__mro__ if _everywhere(c))
-    return record.model_copy(
-        update={
-            "module": cls.__module__,
-            "name": cls.__qualname__,
-            "args": [record.message],
-            "frames": (),
-        }
+    return ErrorRecord(
+        module=cls.__module__,
+        name=cls.__qualname__,
+        args=[record.message],
+        message=record.message,
+        notes=record.notes,
     )
 
 
