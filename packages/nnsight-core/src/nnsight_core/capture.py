@@ -86,7 +86,7 @@ def _find(frame: FrameType) -> tuple[Code, ast.expr | None]:
 def _search(frame: FrameType) -> tuple[Code, ast.expr | None]:
     filename, line = frame.f_code.co_filename, frame.f_lineno
     where = f"{filename}:{line}"
-    lines = _lines(filename, frame.f_globals)
+    lines = _lines(frame)
     if not lines:
         raise CaptureError(
             f"The source of the block at {where} cannot be had (code typed into `exec` or standard "
@@ -169,25 +169,74 @@ def _place(node: ast.stmt | ast.expr) -> tuple[int | None, int | None, int | Non
     return (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
 
 
-def _lines(filename: str, module: dict[str, Any]) -> list[str]:
-    lines = linecache.getlines(filename, module)
-    if lines or filename != "<string>":
+# Names of code that many texts go by: of `python -c` and of whatever is typed into `exec`; of every
+# cell of a notebook under `%%time`.
+_COMMAND, _TIMED = "<string>", "<timed exec>"
+
+
+def _lines(frame: FrameType) -> list[str]:
+    code = frame.f_code
+    name = code.co_filename
+    lines = linecache.getlines(name, frame.f_globals)
+    if name not in (_COMMAND, _TIMED):
         return lines
-    if sys.argv[:1] != ["-c"]:
+    given = _command() if name == _COMMAND else _timed(frame)
+    if given is not None:
+        lines = given.splitlines(keepends=True)
+    # IPython compiles a timed cell's last expression apart, so its module is not that of the text.
+    module = name == _TIMED and code.co_name == "<module>"
+    if not module and not _holds("".join(lines), code):
         return []
+    if given is not None:
+        linecache.cache[name] = (len(given), None, lines, name)  # for tracebacks
+    return lines
+
+
+def _command() -> str | None:
+    """What `python -c` was given, if this process was started so."""
+    if sys.argv[:1] != ["-c"]:
+        return None
     given = sys.orig_argv
     for index, argument in enumerate(given[:-1]):
         if argument.startswith("-") and not argument.startswith("--") and argument.endswith("c"):
-            return given[index + 1].splitlines(keepends=True)
-    return []
+            return given[index + 1]
+    return None
+
+
+def _timed(frame: FrameType) -> str | None:
+    """The cell under `%%time` that is running, which IPython keeps nowhere but in a variable."""
+    caller: FrameType | None = frame
+    while caller is not None:
+        if caller.f_globals.get("__name__") == "IPython.core.magics.execution":
+            text = caller.f_locals.get("expr")
+            return text if isinstance(text, str) else None
+        caller = caller.f_back
+    return None
+
+
+def _holds(text: str, code: CodeType) -> bool:
+    """Whether a text is the one that some code was compiled from."""
+    try:
+        whole = compile(text, code.co_filename, "exec", dont_inherit=True)
+    except SyntaxError:
+        return False
+    return any(_sign(c) == _sign(code) for c in _codes(whole))
+
+
+def _sign(code: CodeType) -> tuple[Any, ...]:
+    # Codes that are equal are not always so once they have run.
+    return (code.co_qualname, code.co_firstlineno, code.co_varnames, code.co_code)
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    """A code and every one in it."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return [code, *(found for each in inner for found in _codes(each))]
 
 
 def _all_names(code: CodeType) -> set[str]:
-    names = {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _all_names(constant)
-    return names
+    every = [(c.co_names, c.co_varnames, c.co_cellvars, c.co_freevars) for c in _codes(code)]
+    return {name for kinds in every for names in kinds for name in names}
 
 
 class Skipped(BaseException):

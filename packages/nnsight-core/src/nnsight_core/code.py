@@ -17,6 +17,7 @@ from types import CodeType
 
 from nnsight_core.errors import CaptureError, NotSupportedError
 from nnsight_core.names import Names, analyse, arguments_of, declared_outside
+from nnsight_core.traceback import first_line
 
 SAVE = "__nnsight_save__"
 """The name under which a block's scope holds the function that `x.save()` calls."""
@@ -86,12 +87,17 @@ def compile_block(source: str, filename: str, line: int, function: str, lazy: bo
     )
     module = _Rewrite(names).visit(ast.Module(body=body, type_ignores=[]))
     ast.fix_missing_locations(module)
+    # The code is to begin where the user's function does, and a module begins at line 1, so that it
+    # can only be moved there.
+    above = first_line(filename, line, function) - 1
+    ast.increment_lineno(module, -above)
     try:
         flags = __future__.annotations.compiler_flag if lazy else 0
         compiled = compile(module, filename, "exec", flags, dont_inherit=True)
     except SyntaxError as error:
-        raise CaptureError(f"{filename}:{error.lineno}: {error.msg} of the block.") from error
-    compiled = compiled.replace(co_name=function, co_qualname=function)
+        place = f"{filename}:{(error.lineno or 1) + above}"
+        raise CaptureError(f"{place}: {error.msg} of the block.") from error
+    compiled = _moved(compiled, above).replace(co_name=function, co_qualname=function)
     return Code(source, filename, line, function, lazy, names, compiled, snapshots, unseen)
 
 
@@ -107,6 +113,12 @@ def _refuse_gradients(body: list[ast.stmt], filename: str) -> None:
                 "none flow through the model. Take them on the PyTorch backend of a library that "
                 "trains, or, for a computation of the block's own, under `torch.enable_grad()`."
             )
+
+
+def _moved(code: CodeType, lines: int) -> CodeType:
+    """The code some lines further down in its file."""
+    constants = tuple(_moved(c, lines) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_firstlineno=code.co_firstlineno + lines, co_consts=constants)
 
 
 _ASYNC = ast.AsyncFor | ast.AsyncWith
