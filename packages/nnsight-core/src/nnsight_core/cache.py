@@ -254,6 +254,10 @@ def open_cache(
         "inputs": include_inputs,
     }
     cache = Cache()
+    if every:
+        for path, info in places.tree.modules.items():
+            if info.same_as is not None:
+                cache.missing[path] = f"{path} is the same module object as {info.same_as}."
     recorder = Recorder(run, cache, list(dict.fromkeys(paths)), every, options)
     run.recorders.append(recorder)
     run.interleaver.observe([(location, recorder) for location in recorder.locations])

@@ -49,12 +49,25 @@ class Stopped(BaseException):
 class Saved:
     """What `save` was given: the object, and its state then if it may change later."""
 
-    __slots__ = ("line", "value", "was")
+    __slots__ = ("_versions", "_was", "line", "value")
 
-    def __init__(self, value: Any, was: Any, line: int) -> None:
+    def __init__(self, value: Any, was: Any, line: int, counted: bool) -> None:
         self.value = value
-        self.was = was
         self.line = line
+        self._was = was
+        self._versions = _versions(value) if counted and was is not value else None
+
+    @property
+    def was(self) -> Any:
+        """The state then: the object itself, if it has not changed since."""
+        unchanged = self._versions is not None and _versions(self.value) == self._versions
+        return self.value if unchanged else self._was
+
+
+def _versions(value: Any) -> list[int] | None:
+    """How often each tensor of a value was written, if PyTorch counts that."""
+    held = flat(value)
+    return None if any(t.is_inference() for t in held) else [t._version for t in held]
 
 
 class _Worker(greenlet):
@@ -303,11 +316,10 @@ class Run:
     def save(self, value: Any, line: int | None = None) -> Any:
         """Mark a value to come home under the names that hold it when the block ends."""
         was = value
-        if self.code.snapshots and isinstance(value, Tensor):
-            was = value.clone()
-        elif self.code.snapshots and type(value) is tuple:
-            was = map_tensors(value, torch.clone)
-        saved = Saved(value, was, line or _line_of(self.code))
+        if self.code.snapshots and isinstance(value, Tensor | tuple):
+            made: dict[int, Tensor] = {}
+            was = map_tensors(value, lambda t: made.setdefault(id(t), t.clone()))
+        saved = Saved(value, was, line or _line_of(self.code), not self.code.unseen)
         self.saved.setdefault(id(value), []).append(saved)
         return value
 

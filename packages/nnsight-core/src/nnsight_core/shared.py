@@ -61,11 +61,13 @@ def merge(base: Any, versions: list[Any]) -> Any:
         return [*slots, *(part for v in written for part in v[size:])]
     if type(base) is dict and all(type(v) is dict for v in written):
         gone = {key for key in base if any(key not in v for v in written)}
-        made = {key: value for key, value in base.items() if key not in gone}
+        made = {
+            key: _last(value, [v[key] for v in written])
+            for key, value in base.items()
+            if key not in gone
+        }
         for version in written:
-            for key, value in version.items():
-                if key not in base or not same(value, base[key]):
-                    made[key] = value
+            made.update({key: value for key, value in version.items() if key not in base})
         return made
     if type(base) is set and all(type(v) is set for v in written):
         gone = set().union(*(base - v for v in written))

@@ -282,16 +282,29 @@ class _Outcome:
     def value(self) -> Any:
         return _one_or_all([self._late(e.value) for _, e in sorted(self.sequences.items())])
 
-    def _late(self, value: Any) -> Any:
-        """Saved values with the finished output where the block saved `tracer.result`."""
+    def _late(self, value: Any, seen: frozenset[int] = frozenset()) -> Any:
+        """Saved values with the finished output where the block saved `tracer.result`.
+
+        Lists and dicts are changed as they are, so that one under two names stays one.
+        """
         if isinstance(value, LateResult):
             return self.output
-        if type(value) in (list, tuple):
-            if not any(isinstance(part, _MAY_BE_LATE) for part in value):
-                return value
-            return type(value)(self._late(v) for v in value)
-        if type(value) is dict:
-            return {k: self._late(v) for k, v in value.items()}
+        kind = type(value)
+        if kind not in (list, tuple, dict) or id(value) in seen:
+            return value
+        within = seen | {id(value)}
+        parts = list(value.items()) if kind is dict else list(enumerate(value))
+        changed = {}
+        for key, part in parts:
+            new = self._late(part, within) if type(part) in _MAY_BE_LATE else part
+            if new is not part:
+                changed[key] = new
+        if kind is tuple and not changed:
+            return value
+        if kind is tuple:
+            return tuple(changed.get(index, part) for index, part in parts)
+        for key, new in changed.items():
+            value[key] = new
         return value
 
 
