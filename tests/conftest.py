@@ -88,6 +88,26 @@ def _engine(path: str, **arguments: Any) -> VLLM:
     return VLLM(path, dispatch=True, dtype="float32", max_model_len=256, seed=0, **arguments)
 
 
+def _small_engine(name: str) -> VLLM:
+    # Blocks for a few hundred short requests at once; the space set above is a gibibyte per engine.
+    return _engine(_prepare(name), num_gpu_blocks_override=300)
+
+
+def _mixture(name: str) -> VLLM:
+    """An engine of a mixture of experts, whatever other engines this process has.
+
+    The first engine makes vLLM's process groups, among them the experts' if it is a mixture itself.
+    """
+    import torch
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        backend = torch.distributed.get_backend(parallel_state.get_world_group().device_group)
+        group = parallel_state.init_model_parallel_group([[0]], 0, backend, group_name="ep")
+        parallel_state._EP = group
+    return _small_engine(name)
+
+
 @pytest.fixture(scope="session")
 def gpt2(gpt2_path: str) -> Iterator[VLLM]:
     """The GPT-2 on vLLM, in this process."""
@@ -115,6 +135,41 @@ def llama(llama_path: str) -> Iterator[VLLM]:
 def qwen3(qwen3_path: str) -> Iterator[VLLM]:
     """The Qwen3 on vLLM, in this process."""
     with _engine(qwen3_path) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def qwen2() -> Iterator[VLLM]:
+    """A tiny trained Qwen2 on vLLM, in this process: 6 layers, 128 wide, biased attention."""
+    with _small_engine("qwen2") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def mixtral() -> Iterator[VLLM]:
+    """A tiny trained Mixtral on vLLM, in this process: 4 layers, 2 of 4 experts."""
+    with _mixture("mixtral") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def qwen2_moe() -> Iterator[VLLM]:
+    """A tiny trained Qwen2-MoE on vLLM, in this process: as Mixtral, and one shared expert."""
+    with _mixture("qwen2_moe") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def gemma2() -> Iterator[VLLM]:
+    """A tiny trained Gemma 2 on vLLM, in this process: 4 layers, capped, norms on both sides."""
+    with _small_engine("gemma2") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def granitemoehybrid() -> Iterator[VLLM]:
+    """A tiny trained hybrid on vLLM, in this process: 5 layers, Mamba 2 and attention by turns."""
+    with _small_engine("granitemoehybrid") as model:
         yield model
 
 
@@ -157,3 +212,33 @@ def hf_llama(llama_path: str) -> TorchModel:
 def hf_qwen3(qwen3_path: str) -> TorchModel:
     """The same Qwen3 in transformers, on the PyTorch backend."""
     return _oracle(qwen3_path)
+
+
+@pytest.fixture(scope="session")
+def hf_qwen2() -> TorchModel:
+    """The same Qwen2 in transformers, on the PyTorch backend."""
+    return _oracle(_prepare("qwen2"))
+
+
+@pytest.fixture(scope="session")
+def hf_mixtral() -> TorchModel:
+    """The same Mixtral in transformers, on the PyTorch backend."""
+    return _oracle(_prepare("mixtral"))
+
+
+@pytest.fixture(scope="session")
+def hf_qwen2_moe() -> TorchModel:
+    """The same Qwen2-MoE in transformers, on the PyTorch backend."""
+    return _oracle(_prepare("qwen2_moe"))
+
+
+@pytest.fixture(scope="session")
+def hf_gemma2() -> TorchModel:
+    """The same Gemma 2 in transformers, on the PyTorch backend."""
+    return _oracle(_prepare("gemma2"))
+
+
+@pytest.fixture(scope="session")
+def hf_granitemoehybrid() -> TorchModel:
+    """The same hybrid in transformers, on the PyTorch backend."""
+    return _oracle(_prepare("granitemoehybrid"))
