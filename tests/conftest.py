@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -170,6 +171,46 @@ def gemma2() -> Iterator[VLLM]:
 def granitemoehybrid() -> Iterator[VLLM]:
     """A tiny trained hybrid on vLLM, in this process: 5 layers, Mamba 2 and attention by turns."""
     with _small_engine("granitemoehybrid") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A LoRA adapter for the Llama, with random weights: rank 4 on q, v and down projections."""
+    import torch
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(6):
+        for name, given, made in (
+            ("self_attn.q_proj", 128, 128),
+            ("self_attn.v_proj", 128, 64),
+            ("mlp.down_proj", 256, 128),
+        ):
+            at = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{at}.lora_A.weight"] = 0.3 * torch.randn(4, given, generator=random)
+            weights[f"{at}.lora_B.weight"] = 0.3 * torch.randn(made, 4, generator=random)
+    folder = tmp_path_factory.mktemp("adapter")
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 8,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "base_model_name_or_path": "llama",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def lora(llama_path: str) -> Iterator[VLLM]:
+    """The Llama in an engine that takes adapters."""
+    # Two for one adapter: vLLM's CPU kernels give rows without one the adapter of the last slot.
+    with _engine(llama_path, enable_lora=True, max_lora_rank=8, max_loras=2) as model:
         yield model
 
 

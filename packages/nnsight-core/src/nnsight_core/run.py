@@ -294,7 +294,16 @@ class Run:
         return self._line if self._frame is None else self._frame.f_lineno
 
     def lend(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of the model itself (a weight), which the block may read and not write."""
+        """A tensor of the model itself (a weight), which the block may read and not write.
+
+        Raises:
+            LocationError: the engine has let it go.
+        """
+        if not tensor.numel():
+            raise LocationError(
+                f"{name} is empty: the engine has packed it into a form of its own and let the "
+                "original go (vLLM's CPU kernels do). Call the module instead."
+            )
         if self.code.snapshots:
             tensor = tensor.detach().clone()
         if not tensor.is_inference():

@@ -10,7 +10,9 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/worker/gpu_model_runner.py` and its 
   which follow the `input_batch.num_computed_tokens_cpu` first ones of the request, of which
   `requests[id].num_tokens` are known. A pass that runs all of these draws the next.
 - A new request shows `req_id`, `sampling_params`, `prompt_token_ids`, `num_computed_tokens`.
-- `_dummy_run(num_tokens)` runs the model without requests and gives back its hidden states.
+- `_dummy_run(num_tokens)` runs the model without requests and gives back its hidden states. With
+  LoRA, `_set_active_loras(per logits row, per token, adapters)` says what the next rows are adapted
+  by; 0 is nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class RunnerV1:
     def __init__(self, runner: Any) -> None:
         check_methods(runner, _METHODS)
         check_attributes(runner, ("input_batch", "execute_model_state", "device", "vllm_config"))
-        check_attributes(runner, ("requests",))
+        check_attributes(runner, ("requests", "lora_config"))
+        check_methods(runner, {"_set_active_loras": ("prompt_lora_mapping", "token_lora_mapping")})
         check_attributes(runner.input_batch, ("req_ids", "num_computed_tokens_cpu"))
         ending.check()
         if getattr(runner, "use_v2_model_runner", False):
@@ -64,6 +67,8 @@ class RunnerV1:
     def run_once(self, tokens: int, requests: int) -> None:
         """Run the model on so many tokens, and the logits of so many requests, for nobody."""
         hidden, _ = self._runner._dummy_run(tokens)
+        if self._runner.lora_config is not None:
+            self._runner._set_active_loras((0,) * requests, (0,) * tokens, set())
         model: Any = self.model
         model.compute_logits(hidden[:requests])
 
