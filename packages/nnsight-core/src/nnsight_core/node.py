@@ -314,6 +314,10 @@ class Root(Node):
             return need_run("logits").read(LOGITS)
         if name == "samples":
             return need_run("samples").read(SAMPLES)
+        if name in ("trace", "generate") and current_run() is not None:
+            raise LocationError(
+                f"{name}: a block runs inside one request and cannot start another."
+            )
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

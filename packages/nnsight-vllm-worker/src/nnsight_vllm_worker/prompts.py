@@ -8,9 +8,15 @@ from typing import Any
 
 import torch
 
+from nnsight_core.errors import NotSupportedError
 from nnsight_core.sampling import SamplingNames, normalise
 from nnsight_vllm_worker.vllm_ports.startup import refusals
 
+_REFUSED = {
+    "multi_modal_data": "which rows are an image's or a sound's is not told apart yet",
+    "encoder_prompt": "a model with an encoder runs two forward passes for one prompt",
+    "prompt_embeds": "it has no token ids, so its rows and steps cannot be counted",
+}
 _OURS = frozenset(("output_kind", "skip_clone", "skip_reading_prefix_cache"))
 
 
@@ -24,6 +30,7 @@ def prompt_of(prompt: Any) -> Any:
     Raises:
         ValueError: it is empty, or more than one prompt.
         TypeError: it is none of these.
+        NotSupportedError: a prompt of another kind than text.
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -32,8 +39,9 @@ def prompt_of(prompt: Any) -> Any:
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         return {"prompt_token_ids": _ids(prompt["input_ids"], prompt.get("attention_mask"))}
     if isinstance(prompt, Mapping):
-        if any(key in prompt for key in ("multi_modal_data", "encoder_prompt")):
-            raise ValueError("Multimodal prompts cannot be traced yet; give text or token ids.")
+        for key, what in _REFUSED.items():
+            if prompt.get(key) is not None:
+                raise NotSupportedError(f"A prompt with {key!r}: {what}. Give text or token ids.")
         return dict(prompt)
     if isinstance(prompt, torch.Tensor) or (
         isinstance(prompt, list | tuple) and all(isinstance(i, int) for i in prompt)

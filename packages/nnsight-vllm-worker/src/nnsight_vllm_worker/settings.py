@@ -82,7 +82,7 @@ def apply(arguments: dict[str, Any]) -> dict[str, Any]:
             chosen[setting.name] = setting.value if setting.forced else given
     for refused, reason in REFUSED.items():
         value = chosen.get(refused)
-        if value not in (None, 1, False):
+        if value is True or value not in (None, 1, False):
             raise ValueError(f"{refused}={value!r} cannot be had yet: {reason}.")
     return chosen
 

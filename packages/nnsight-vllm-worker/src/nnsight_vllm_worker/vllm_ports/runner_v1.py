@@ -44,12 +44,13 @@ class RunnerV1:
     def __init__(self, runner: Any) -> None:
         check_methods(runner, _METHODS)
         check_attributes(runner, ("input_batch", "execute_model_state", "device", "vllm_config"))
-        check_attributes(runner, ("requests", "lora_config"))
+        check_attributes(runner, ("requests", "lora_config", "is_pooling_model"))
         check_methods(runner, {"_set_active_loras": ("prompt_lora_mapping", "token_lora_mapping")})
         check_attributes(runner.input_batch, ("req_ids", "num_computed_tokens_cpu"))
         ending.check()
         if getattr(runner, "use_v2_model_runner", False):
             raise EngineError("This port is for vLLM's V1 model runner.")
+        _check_kind(runner)
         self._runner = runner
         self._scheduled: dict[str, int] = {}
 
@@ -128,3 +129,17 @@ class RunnerV1:
             )
             for row, request in enumerate(batch.req_ids)
         ]
+
+
+def _check_kind(runner: Any) -> None:
+    config = runner.vllm_config.model_config
+    kinds = {
+        "makes embeddings and draws no tokens, so a trace has no steps": runner.is_pooling_model,
+        "has an encoder, which runs apart from the steps of a request": config.is_encoder_decoder,
+        "draws many tokens at once, so a step is not a token": getattr(
+            config, "is_diffusion", False
+        ),
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise EngineError(f"{config.model} {kind}: it cannot be traced yet.")
