@@ -316,7 +316,7 @@ class Root(Node):
             return need_run("samples").read(SAMPLES)
         if name in ("trace", "generate") and current_run() is not None:
             raise LocationError(
-                f"{name}: a block runs inside one request and cannot start another."
+                f"{name}: a block runs inside one request and starts no other."
             )
         return super().__getattr__(name)
 

@@ -414,11 +414,15 @@ class Run:
 def _parts(value: Any) -> list[Any]:
     """What a saved container holds, all the way down."""
     parts: list[Any] = []
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple | set):
-        for part in value:
-            parts += [part, *_parts(part)]
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        held = waiting.pop()
+        if isinstance(held, list | tuple | set | dict) and id(held) not in seen:
+            seen.add(id(held))
+            inner = list(held.values() if isinstance(held, dict) else held)
+            parts += inner
+            waiting += inner
     return parts
 
 
