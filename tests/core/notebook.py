@@ -42,6 +42,11 @@ def run(cells: list[str], timeout: int = 200) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def shows(told: str, line: int, text: str) -> bool:
+    """Whether a cell shows a line with its number and an arrow."""
+    return re.search(rf"-> {line} +{re.escape(text)}", told) is not None
+
+
 def _run_really(cells: list[str]) -> list[str]:
     import nbclient
     import nbformat
@@ -123,13 +128,15 @@ def timed(cell, names):
 def _traceback(error: BaseException) -> str:
     """An error's lines in the way of IPython, with the lines around each."""
     parts = []
+    if error.__cause__ is not None:
+        parts += [_traceback(error.__cause__), "The above exception was the direct cause:"]
     for frame in traceback.extract_tb(error.__traceback__):
         parts.append(f"File {frame.filename}, line {frame.lineno}, in {frame.name}")
         for number in range(max((frame.lineno or 1) - 2, 1), (frame.lineno or 1) + 3):
             line = linecache.getline(frame.filename, number).rstrip("\n")
             arrow = "----> " if number == frame.lineno else "      "
             parts.append(f"{arrow}{number} {line}")
-    return "\n".join([*parts, *traceback.format_exception_only(error)])
+    return "\n".join([*parts, "".join(traceback.format_exception_only(error)).rstrip()])
 
 
 if __name__ == "__main__":
