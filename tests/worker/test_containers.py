@@ -118,3 +118,13 @@ def test_one_object_under_two_names_stays_one(gpt2: Any) -> None:
         second = first
         held = [first].save()
     assert first is second and held[0] is first
+
+
+def test_an_unbound_save_beside_a_shared_container_warns(gpt2: Any) -> None:
+    with pytest.warns(nnsight_core.UnboundSaveWarning):
+        with gpt2.trace(**GREEDY) as tracer:
+            slots = nnsight_core.save([])
+            with tracer.invoke(PROMPT):
+                slots.append(gpt2.samples.item().save())
+                gpt2.samples.save()
+    assert len(slots) == 1

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nnsight_core.checks import check_order, check_replacement
 from nnsight_core.errors import LocationError, WriteError
 from nnsight_core.locations import STEP, Location, Phase
-from nnsight_core.run import Run, check_order, check_replacement
+from nnsight_core.run import Run
 from nnsight_core.visit import Rows, Visit, outside_inference
 
 if TYPE_CHECKING:

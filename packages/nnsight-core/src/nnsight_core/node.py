@@ -315,9 +315,7 @@ class Root(Node):
         if name == "samples":
             return need_run("samples").read(SAMPLES)
         if name in ("trace", "generate") and current_run() is not None:
-            raise LocationError(
-                f"{name}: a block runs inside one request and starts no other."
-            )
+            raise LocationError(f"{name}: a block runs inside one request and starts no other.")
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

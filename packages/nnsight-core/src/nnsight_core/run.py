@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import sys
 import threading
-import weakref
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,17 +18,13 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
+from nnsight_core.checks import check_replacement
 from nnsight_core.code import SAVE, Code
-from nnsight_core.errors import (
-    BlockTimeout,
-    LateWriteError,
-    LocationError,
-    OutOfOrderError,
-    WriteError,
-)
+from nnsight_core.errors import BlockTimeout, LocationError, OutOfOrderError
 from nnsight_core.locations import STEP, Location
+from nnsight_core.past import RECENT, Past
+from nnsight_core.saves import Saves
 from nnsight_core.shared import offer
-from nnsight_core.values import describe, dtype_name, flat, leaves, map_tensors
 from nnsight_core.wall import behind_wall
 from nnsight_core.watchdog import WATCHDOG
 
@@ -37,37 +32,9 @@ if TYPE_CHECKING:
     from nnsight_core.cache import Recorder
     from nnsight_core.interleaver import Interleaver
 
-_RECENT = 2
-_FORGET_FROM = 256
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
-
 
 class Stopped(BaseException):
     """Leaves a block that has called `tracer.stop()`."""
-
-
-class Saved:
-    """What `save` was given: the object, and its state then if it may change later."""
-
-    __slots__ = ("_versions", "_was", "line", "value")
-
-    def __init__(self, value: Any, was: Any, line: int, counted: bool) -> None:
-        self.value = value
-        self.line = line
-        self._was = was
-        self._versions = _versions(value) if counted and was is not value else None
-
-    @property
-    def was(self) -> Any:
-        """The state then: the object itself, if it has not changed since."""
-        unchanged = self._versions is not None and _versions(self.value) == self._versions
-        return self.value if unchanged else self._was
-
-
-def _versions(value: Any) -> list[int] | None:
-    """How often each tensor of a value was written, if PyTorch counts that."""
-    held = flat(value)
-    return None if any(t.is_inference() for t in held) else [t._version for t in held]
 
 
 class _Worker(greenlet):
@@ -113,8 +80,7 @@ class Run:
         asked: whether the block has asked for a location or a step.
         stopping: whether the block has called `tracer.stop()`.
         error: what the block raised, if it did.
-        saved: what it saved, by the id of the object, in the order of the calls.
-        shared: the values saved above the invokes, by the names that hold them.
+        saves: what it saved.
         recorders: what fills the activation caches of the block.
         notes: warnings about the block: their class, text and line.
         waits_for: where the block is parked.
@@ -134,8 +100,7 @@ class Run:
         self.asked = False
         self.stopping = False
         self.error: BaseException | None = None
-        self.saved: dict[int, list[Saved]] = {}
-        self.shared: dict[str, Any] = {}
+        self.saves = Saves(code)
         self.recorders: list[Recorder] = []
         self.notes: list[tuple[type[Warning], str, int]] = []
         self.reader = False
@@ -146,8 +111,7 @@ class Run:
         self.interleaver: Interleaver | None = None
         self.waits_for: Location | None = None
         self._until = 0
-        self._past: list[tuple[weakref.ref[Tensor], int, Location, int]] = []
-        self._lent: list[tuple[Tensor, int, str]] = []
+        self._past = Past(code.filename)
         self._frame: FrameType | None = None
         self._line = code.line
         self._worker: _Worker | None = None
@@ -206,39 +170,8 @@ class Run:
     def close(self) -> None:
         """End a visit: what its value holds from here on is no longer looked at."""
         assert self.open is not None
-        location = self.open
-        value, line = self.value, self._line
-        for tensor in (value,) if isinstance(value, Tensor) else flat(value):
-            self._past.append((weakref.ref(tensor), tensor._version, location, line))
+        self._past.close(self.open, self.value, self._line)
         self.open = self.value = None
-
-    def check_late(self, last: int | None = None) -> WriteError | None:
-        """An error if something was written in place that nothing reads.
-
-        Args:
-            last: look at the last so many tensors only, so that a block of many reads does not look
-                at all of them at each; what is missed is found when the block ends.
-        """
-        for reference, version, location, line in (
-            self._past if last is None else self._past[-last:]
-        ):
-            tensor = reference()
-            if tensor is not None and tensor._version != version:
-                return LateWriteError(
-                    f"{location} was written in place after its visit was over (after line {line} "
-                    f"of {self.code.filename}), so nothing reads what was written. Write before "
-                    "the block asks for a later location, or write to a clone if the value is only "
-                    "for the block's own use."
-                )
-        for tensor, version, name in self._lent:
-            if tensor._version != version:
-                return WriteError(
-                    f"{name} is a tensor of the model, which every request shares: a block cannot "
-                    "write it. Use a clone for the block's own use."
-                )
-        if len(self._past) > _FORGET_FROM:
-            self._past = [entry for entry in self._past if entry[0]() is not None]
-        return None
 
     # -- for the block ---------------------------------------------------------------------------
 
@@ -246,9 +179,7 @@ class Run:
         """The value at a location; parks until the forward pass reaches it."""
         if location is self.open:
             return self.value
-        late = self.check_late(_RECENT)
-        if late is not None:
-            raise late
+        self._check_past()
         self._line = self.line()
         assert self.interleaver is not None
         self.interleaver.check(self, location)
@@ -256,9 +187,7 @@ class Run:
 
     def reach(self, step: int) -> bool:
         """Wait until a step of the request begins; False if it makes no such step."""
-        late = self.check_late(_RECENT)
-        if late is not None:
-            raise late
+        self._check_past()
         if step < self.step or (step == self.step and self.over):
             raise OutOfOrderError(
                 f"Step {step} was asked for too late: the request is past it, in step {self.step}. "
@@ -269,6 +198,11 @@ class Run:
             self._park(STEP)
         self.asked = True
         return step <= self.step
+
+    def _check_past(self) -> None:
+        late = self._past.check(RECENT)
+        if late is not None:
+            raise late
 
     def _park(self, location: Location) -> Any:
         if self.stopping:
@@ -306,8 +240,7 @@ class Run:
             )
         if self.code.snapshots:
             tensor = tensor.detach().clone()
-        if not tensor.is_inference():
-            self._lent.append((tensor, tensor._version, name))
+        self._past.lend(name, tensor)
         return tensor
 
     def write(self, location: Location, value: Any) -> None:
@@ -324,12 +257,7 @@ class Run:
 
     def save(self, value: Any, line: int | None = None) -> Any:
         """Mark a value to come home under the names that hold it when the block ends."""
-        was = value
-        if self.code.snapshots and isinstance(value, Tensor | tuple):
-            made: dict[int, Tensor] = {}
-            was = map_tensors(value, lambda t: made.setdefault(id(t), t.clone()))
-        saved = Saved(value, was, line or _line_of(self.code), not self.code.unseen)
-        self.saved.setdefault(id(value), []).append(saved)
+        self.saves.add(value, line or _line_of(self.code))
         return value
 
     def _save_method(self, value: Any) -> Any:
@@ -338,17 +266,17 @@ class Run:
             return own(value)
         return self.save(value, sys._getframe(1).f_lineno)
 
-    # -- the outcome -----------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------
 
     def execute(self) -> None:
         """Execute the block; its error is kept for the one who asks."""
         try:
             exec(self.code.compiled, self.scope)
-            late = self.check_late()
+            late = self._past.check()
             if late is not None:
                 raise late
         except Stopped:
-            self.error = self.check_late()
+            self.error = self._past.check()
         except GreenletExit as killed:
             self.error = killed
             raise
@@ -359,7 +287,7 @@ class Run:
         finally:
             self.dead = True
             self._worker = self._frame = None
-            self._lent.clear()
+            self._past.clear()
             # Else the scope and the run hold each other, and every value, until a later collection.
             self.scope.pop(SAVE, None)
 
@@ -370,60 +298,6 @@ class Run:
             "(block_timeout=)."
         )
         return timeout.with_traceback(error.__traceback__)
-
-    def outcome(self) -> tuple[dict[str, Any], list[Saved]]:
-        """What comes home by name, and what was saved but is held by no name."""
-        found: dict[str, Any] = {}
-        seen: set[int] = set()
-        for name, value in self.scope.items():
-            saved = self.saved.get(id(value))
-            if saved is None or name == SAVE:
-                continue
-            # Small numbers and texts are shared between unrelated names, so there the name counts.
-            lines = self.code.names.saved.get(name)
-            if isinstance(value, _SCALARS) and lines is None:
-                continue
-            # Of an object that was saved again after it had changed, a name gets its own state.
-            mine = [s for s in saved if lines is not None and s.line in lines]
-            found[name] = (mine or saved)[-1].was
-            seen.add(id(value))
-        found.update(self.shared)
-        seen.update(map(id, self.shared.values()))
-        lost = [s[-1] for key, s in self.saved.items() if key not in seen]
-        if not lost:
-            return found, lost
-        self._unpack(found, lost)
-        held = {id(part) for key in seen for part in _parts(self.saved[key][0].value)}
-        return found, [s for s in lost if id(s.value) not in held]
-
-    def _unpack(self, found: dict[str, Any], lost: list[Saved]) -> None:
-        """`a, b = layer.output.save()` saves a pair that no name holds; its parts have names."""
-        for saved in [s for s in lost if isinstance(s.value, tuple | list)]:
-            parts = {id(p): w for p, w in zip(saved.value, saved.was, strict=True)}
-            names = {
-                name: parts[id(value)]
-                for name, value in self.scope.items()
-                if id(value) in parts
-                and (name in self.code.names.saved or not isinstance(value, _SCALARS))
-            }
-            if names:
-                found.update(names)
-                lost.remove(saved)
-
-
-def _parts(value: Any) -> list[Any]:
-    """What a saved container holds, all the way down."""
-    parts: list[Any] = []
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        held = waiting.pop()
-        if isinstance(held, list | tuple | set | dict) and id(held) not in seen:
-            seen.add(id(held))
-            inner = list(held.values() if isinstance(held, dict) else held)
-            parts += inner
-            waiting += inner
-    return parts
 
 
 def _idle_worker() -> _Worker:
@@ -472,67 +346,6 @@ def save(value: Any) -> Any:
     if current_run() is None and offer(value):
         return value
     return need_run("`save`").save(value)
-
-
-def check_replacement(location: Location, old: Any, new: Any) -> None:
-    """Refuse a replacement that does not fit.
-
-    Raises:
-        WriteError: other structure, rows, width or dtype, with both in the message.
-    """
-    if old is new:
-        return
-    before, after = list(leaves(old)), list(leaves(new))
-    if [_built(part) for part in before] != [_built(part) for part in after]:
-        raise WriteError(
-            f"{location} is {describe(old)}; it cannot be replaced by {describe(new)}, which is "
-            "built otherwise."
-        )
-    for (path, was), (_, now) in zip(before, after, strict=True):
-        if not isinstance(was, Tensor):
-            if was is not now and not (isinstance(was, _SCALARS) and was == now):
-                raise WriteError(
-                    f"{location}{path} is {was!r:.80}, which is no tensor; other requests may "
-                    "share it, so it cannot be replaced."
-                )
-            continue
-        if was.shape != now.shape:
-            raise WriteError(
-                f"{location}{path} is {describe(was)} for this request; it cannot be replaced by "
-                f"{describe(now)}, which has other rows or another width."
-            )
-        if was.dtype != now.dtype:
-            raise WriteError(
-                f"{location}{path} is {describe(was)}; it cannot be replaced by {describe(now)}. "
-                f"Convert it first: `.to(torch.{dtype_name(was.dtype)})`."
-            )
-
-
-def _built(part: tuple[str, Any]) -> tuple[str, bool]:
-    path, leaf = part
-    return path, isinstance(leaf, Tensor)
-
-
-def check_order(run: Run, location: Location, gone: bool) -> None:
-    """Refuse a location that this step cannot reach any more.
-
-    Raises:
-        OutOfOrderError: the forward pass has gone past it.
-        LocationError: it lies inside a module that the block skipped.
-    """
-    if any(location.path.startswith(prefix) for prefix in run.skipped):
-        raise LocationError(f"{location} does not run: the block skipped a module around it.")
-    if gone and run.over:
-        raise OutOfOrderError(
-            f"{location} was asked for too late: the request has finished; its last step was "
-            f"step {run.step}."
-        )
-    if gone:
-        raise OutOfOrderError(
-            f"{location} was asked for too late: the forward pass has already gone past it in "
-            f"step {run.step}. A block reads in forward order (a module's parts before its own "
-            "output); keep a value that is needed later in a variable."
-        )
 
 
 def _frame_of(code: Code) -> FrameType | None:

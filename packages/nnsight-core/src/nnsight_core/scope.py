@@ -35,7 +35,7 @@ def run_of(invoke: Invoke, key: Any) -> Run | None:
 
 def share(run: Run, names: list[str]) -> None:
     """Make names that hold what was saved above the invokes come home."""
-    run.shared = {name: run.scope[name] for name in names}
+    run.saves.shared = {name: run.scope[name] for name in names}
 
 
 def call_block(function: Any) -> Block:
@@ -63,13 +63,15 @@ def target_names(target: ast.expr | None) -> list[str]:
 
 def ended(run: Run, invoke: int, sequence: int = 0) -> Ended:
     """What a run that has ended brings home, its error with the user's own lines."""
-    saves, lost = run.outcome()
+    saves, lost = run.saves.outcome(run.scope)
     value = saves.pop(VALUE, None)
     filename = run.code.filename
     notes = [Noted(category, text, filename, line) for category, text, line in run.notes]
     # A name that a loop binds anew holds the last of what was saved there, as in any loop.
     gone = set(map(id, lost))
-    home = {saved.line for kept in run.saved.values() for saved in kept if id(saved) not in gone}
+    home = {
+        saved.line for kept in run.saves.made.values() for saved in kept if id(saved) not in gone
+    }
     lines = dict.fromkeys(saved.line for saved in lost if saved.line not in home)
     notes += [Noted(UnboundSaveWarning, _UNBOUND, filename, line) for line in lines]
     error = run.error

@@ -180,7 +180,7 @@ class Tracing:
         except Exception as error:
             # Whatever a block saved, encoding it must not take the engine along.
             run.error = error
-            run.saved.clear()
+            run.saves.made.clear()
             frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
         traced.sent = True
         self.awaited.pop((traced.key, traced.sequence), None)
