@@ -64,6 +64,8 @@ class SyncEngine:
                 trees = self._rpc("nnsight_attach", *attaching)
         except BaseException:
             self._receiver.close()
+            if hasattr(self, "llm"):
+                startup.shut_down(self.llm)
             raise
         self.tree = ModelTree.model_validate_json(trees[0])
 
@@ -104,8 +106,8 @@ class SyncEngine:
 
 
 DEAD = (
-    "The engine ended while it was needed. Its own log says why; build the model anew to go on "
-    "(`VLLM(..., dispatch=True)`)."
+    "The engine ended while it was needed; its own log says why. `model.restart()` builds it anew "
+    "(a server has to be started again)."
 )
 NEVER_ANSWERED = "The engine finished a request whose block never answered. " + DEAD
 PATIENCE = 60.0

@@ -153,9 +153,25 @@ class VLLM(Model):
         if self._engine is not None:
             self._engine.close()
 
+    def restart(self) -> None:
+        """Build the engine anew, with the same arguments: after it died, or was closed.
+
+        Example:
+            >>> try:
+            ...     with model.trace("Hello"):
+            ...         logits = model.logits.save()
+            ... except EngineDeadError:
+            ...     model.restart()
+        """
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        self._closed = False
+        self._dispatched()
+
     def _dispatched(self) -> SyncEngine:
         if self._closed:
-            raise EngineDeadError("This model was closed; build it anew to go on.")
+            raise EngineDeadError("This model was closed; `model.restart()` opens it again.")
         if self._engine is None:
             self._engine = SyncEngine(
                 self._repo, self._arguments, block_timeout=self._block_timeout
