@@ -274,6 +274,22 @@ def test_warnings_follow_the_filters_of_the_user_s_process(model: VLLM) -> None:
     assert [str(w.message) for w in caught] == ["seen"]
 
 
+def test_warnings_that_are_errors_here_are_raised_when_the_values_are_bound(model: VLLM) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Suspicious)
+        with pytest.raises(ExceptionGroup, match="2 errors in 2 invokes") as raised:
+            with model.trace(temperature=0.0, max_tokens=1) as tracer:
+                for _ in range(2):
+                    with tracer.invoke(PROMPT):
+                        hidden = model.transformer.h[2].output.save()
+                        doubt(hidden)
+                        logits = model.logits.save()
+    assert torch.equal(*hidden) and torch.equal(*logits)
+    assert [o and o.outputs[0].text for o in tracer.outputs] == [" Paris", " Paris"]
+    for error in raised.value.exceptions:
+        assert isinstance(error, Suspicious) and lines(error) == ["doubt(hidden)"]
+
+
 def test_prints_come_home_in_order_with_their_invoke(
     model: VLLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,7 +298,8 @@ def test_prints_come_home_in_order_with_their_invoke(
             with tracer.invoke(PROMPT):
                 print("before", number, flush=True)
                 hidden = model.transformer.h[2].output
-                print("a", "b", sep="-")
+                print("a", "b", sep="-", end="")
+                print("-c")
                 print("one\ntwo", end="\n\n")
                 own = io.StringIO()
                 print("kept in the block", file=own)
@@ -294,7 +311,7 @@ def test_prints_come_home_in_order_with_their_invoke(
     for number in range(2):
         mark = f"[invoke {number}] "
         mine = [line[len(mark) :] for line in out.splitlines() if line.startswith(mark)]
-        expected = [f"before {number}", "a-b", "one", "two", "", "", "after (8, 96)"]
+        expected = [f"before {number}", "a-b-c", "one", "two", "", "", "after (8, 96)"]
         assert mine == expected
     assert len(out.splitlines()) == 14
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 from nnsight_core.backend import Backend, Invoke
 from nnsight_core.errors import EngineError, LocationError, NotSupportedError
 from nnsight_core.node import Places, Root
+from nnsight_core.outcome import reraise
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.tracer import NO_PROMPT, Tracer
 from nnsight_core.tree import ModelTree
@@ -63,7 +64,7 @@ class Model(Root):
             if prompt is NO_PROMPT:
                 raise ValueError("A trace with `fn=` needs a prompt.")
             tracer._invokes.append(Invoke(prompt, sampling, None, fn))
-            tracer._run()
+            reraise(tracer._run())
         return tracer
 
     @property
@@ -85,7 +86,7 @@ class Model(Root):
         """Plain generation through a backend: invokes without blocks."""
         tracer = Tracer(self, backend, NO_PROMPT, sampling)
         tracer._invokes = [Invoke(prompt, sampling) for prompt in prompts_of(prompts)]
-        tracer._run()
+        reraise(tracer._run())
         return [output for output in tracer.outputs if output is not None]
 
     def _backend_for(self, arguments: dict[str, Any]) -> Backend:

@@ -11,7 +11,7 @@ from nnsight_core.capture import Block
 from nnsight_core.code import compile_block
 from nnsight_core.errors import UnboundSaveWarning
 from nnsight_core.run import Run
-from nnsight_core.traceback import user_traceback
+from nnsight_core.traceback import CALL, show_user_lines
 from nnsight_core.tracer import InvokeContext, Tracer
 
 _UNBOUND = (
@@ -41,7 +41,7 @@ def share(run: Run, names: list[str]) -> None:
 def call_block(function: Any) -> Block:
     """The block that calls a function given instead of a body, and saves what it returns."""
     name = getattr(function, "__name__", "fn")
-    code = compile_block(_CALL, "<nnsight fn=>", 1, name)
+    code = compile_block(_CALL, CALL, 1, name)
     return Block(code, {_FUNCTION: function, _TRACER: BLOCK_TRACER})
 
 
@@ -76,5 +76,5 @@ def ended(run: Run, invoke: int, sequence: int = 0) -> Ended:
     notes += [Noted(UnboundSaveWarning, _UNBOUND, filename, line) for line in lines]
     error = run.error
     if error is not None:
-        error = error.with_traceback(user_traceback(error.__traceback__, run.code.compiled))
+        show_user_lines(error, run.code.compiled)
     return Ended(invoke, sequence, saves, value, error, notes)

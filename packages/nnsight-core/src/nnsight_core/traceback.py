@@ -17,16 +17,33 @@ def user_traceback(traceback: TracebackType | None, block: CodeType) -> Tracebac
     while found is not None and found.tb_frame.f_code is not block:
         found = found.tb_next
     if found is None:
-        return traceback
+        found = traceback
     last, here = found, found
     while here is not None:
         if not is_ours(here):
             last = here
         here = here.tb_next
+    if last is None or found is None:
+        return None
     last.tb_next = None
     if block.co_filename == CALL and found.tb_next is not None:
         return found.tb_next  # the call of a function given as `fn=` is no line of the user's
     return found
+
+
+def show_user_lines(error: BaseException, block: CodeType) -> None:
+    """Leave the user's lines in the tracebacks of an error and of those that come with it."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.with_traceback(user_traceback(one.__traceback__, block))
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
 
 
 def is_ours(traceback: TracebackType) -> bool:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nnsight_core.backend import Backend, Ended, Event, Finished, Invoke, Printed
+from nnsight_core.backend import Backend, Invoke
 from nnsight_core.block_tracer import BARRIER
 from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, push
-from nnsight_core.errors import BlockError, LocationError, NotSupportedError, ProtocolError
+from nnsight_core.errors import (
+    EngineDeadError,
+    LocationError,
+    NotSupportedError,
+    ProtocolError,
+)
 from nnsight_core.node import Node
-from nnsight_core.outputs import LateResult, RequestOutput
+from nnsight_core.outcome import (
+    Outcome,
+    by_name,
+    may_save,
+    one_error,
+    one_or_all,
+    put_together,
+    reraise,
+)
+from nnsight_core.outputs import RequestOutput
 from nnsight_core.run import current_run
 from nnsight_core.sampling import merge
-from nnsight_core.shared import close_shared, open_shared, put_into
-from nnsight_core.shared import merge as put_together
+from nnsight_core.shared import close_shared, open_shared
 
 if TYPE_CHECKING:
     from nnsight_core.model import Model
@@ -144,10 +156,11 @@ class Tracer(_Captured):
                 "it (`with tracer.invoke(prompt):`)."
             )
         try:
-            self._run()
+            failure = self._run()
         except BaseException as raised:
             _forget_skip(raised)
             raise
+        reraise(failure)
         return True
 
     def _add(self, invoke: Invoke, frame: FrameType) -> None:
@@ -166,35 +179,39 @@ class Tracer(_Captured):
         self._invokes = []
         self._shared = []
 
-    def _run(self) -> None:
+    def _run(self) -> Exception | None:
+        """Run the invokes, and bind what comes home; gives the error to be raised after that."""
         invokes, frames = self._invokes, self._frames
         try:
-            self._run_all(invokes, frames)
+            return self._run_all(invokes, frames)
         finally:
             self._forget()
 
-    def _run_all(self, invokes: list[Invoke], frames: list[FrameType]) -> None:
-        outcomes = [_Outcome() for _ in invokes]
+    def _run_all(self, invokes: list[Invoke], frames: list[FrameType]) -> Exception | None:
+        outcomes = [Outcome(index, invoke) for index, invoke in enumerate(invokes)]
         failure: BaseException | None = None
         try:
             for event in self._backend.submit(invokes):
                 outcomes[event.invoke].take(event)
-        except ProtocolError as error:
+        except (ProtocolError, EngineDeadError) as error:
             failure = error
         self.outputs = [o.output for o in outcomes]
-        shared = _put_together(invokes, outcomes)
-        self.saves = {**_by_name(invokes, outcomes), **shared}
-        self.value = _one_or_all([o.value() for o in outcomes])
+        shared = put_together(invokes, outcomes)
+        self.saves = {**by_name(invokes, outcomes), **shared}
+        self.value = one_or_all([o.value() for o in outcomes])
         for name, value in self.saves.items():
             for frame, invoke in zip(frames, invokes, strict=False):
-                if _names(invoke, name):
+                if may_save(invoke, name):
                     push(frame, {name: value})
                     break
+        for outcome in outcomes:
+            outcome.show()
         errors = [e for outcome in outcomes for e in outcome.errors]
-        if isinstance(failure, ProtocolError):
-            failure.arrived = dict(self.saves)
+        if failure is not None:
+            if isinstance(failure, ProtocolError):
+                failure.arrived = dict(self.saves)
             raise failure
-        _raise(errors, len(invokes))
+        return one_error(errors, len(invokes))
 
 
 class InvokeContext(_Captured):
@@ -238,139 +255,6 @@ def _check_nodes(block: Block, model: Model) -> None:
                 )
 
 
-class _Outcome:
-    """What became of one invoke."""
-
-    def __init__(self) -> None:
-        self.output: RequestOutput | None = None
-        self.sequences: dict[int, Ended] = {}
-        self.errors: list[BaseException] = []
-
-    def take(self, event: Event) -> None:
-        match event:
-            case Printed(invoke=invoke, text=text):
-                sys.stdout.write("".join(f"[invoke {invoke}] {t}\n" for t in text.splitlines()))
-            case Ended():
-                self.sequences[event.sequence] = event
-                for note in event.warnings:
-                    warnings.warn_explicit(note.message, note.category, note.filename, note.line)
-                if event.error is not None:
-                    event.error.add_note(f"Raised in the block of invoke {event.invoke}.")
-                    self.errors.append(event.error)
-            case Finished():
-                self.output = event.output
-                if event.error is not None:
-                    self.errors.append(event.error)
-
-    def names(self) -> dict[str, Any]:
-        """The saved values by name: of one sequence the value, of several the list of them."""
-        count = max(self.sequences, default=-1) + 1
-        if count <= 1:
-            saves = self.sequences[0].saves if count else {}
-            return {name: self._late(value) for name, value in saves.items()}
-        ended = [self.sequences[i] for i in sorted(self.sequences)]
-        names = dict.fromkeys(name for e in ended for name in e.saves)
-        every = [self.sequences[i].saves if i in self.sequences else {} for i in range(count)]
-        return {name: self._of_sequences([saves.get(name) for saves in every]) for name in names}
-
-    def _of_sequences(self, values: list[Any]) -> Any:
-        # The finished output holds every sequence, so there is one of it.
-        if all(isinstance(value, LateResult) for value in values):
-            return self.output
-        return [self._late(value) for value in values]
-
-    def value(self) -> Any:
-        return _one_or_all([self._late(e.value) for _, e in sorted(self.sequences.items())])
-
-    def _late(self, value: Any, seen: frozenset[int] = frozenset()) -> Any:
-        """Saved values with the finished output where the block saved `tracer.result`.
-
-        Lists and dicts are changed as they are, so that one under two names stays one.
-        """
-        if isinstance(value, LateResult):
-            return self.output
-        kind = type(value)
-        if kind not in (list, tuple, dict) or id(value) in seen:
-            return value
-        within = seen | {id(value)}
-        parts = list(value.items()) if kind is dict else list(enumerate(value))
-        changed = {}
-        for key, part in parts:
-            new = self._late(part, within) if type(part) in _MAY_BE_LATE else part
-            if new is not part:
-                changed[key] = new
-        if kind is tuple and not changed:
-            return value
-        if kind is tuple:
-            return tuple(changed.get(index, part) for index, part in parts)
-        for key, new in changed.items():
-            value[key] = new
-        return value
-
-
-_MAY_BE_LATE = (LateResult, list, tuple, dict)
-
-
-def _one_or_all(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else values or None
-
-
-def _by_name(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
-    """A name that several invokes may save is a list with one entry per invoke."""
-    found = [outcome.names() for outcome in outcomes]
-    if len(found) == 1:
-        return found[0]
-    names: dict[str, Any] = {}
-    for name in dict.fromkeys(name for saved in found for name in saved):
-        may = [name in saved or _names(i, name) for i, saved in zip(invokes, found, strict=True)]
-        if sum(may) > 1:
-            names[name] = [saved.get(name) for saved in found]
-        else:
-            names[name] = next(saved[name] for saved in found if name in saved)
-    return names
-
-
-def _put_together(invokes: list[Invoke], outcomes: list[_Outcome]) -> dict[str, Any]:
-    """What was saved above the invokes, with all that they wrote; taken out of their saves."""
-    bases: dict[int, Any] = {}
-    names: dict[str, int] = {}
-    versions: dict[int, list[Any]] = {}
-    for invoke, outcome in zip(invokes, outcomes, strict=True):
-        block = invoke.block
-        for name in block.shared if block is not None else ():
-            assert block is not None
-            base = block.names[name]
-            names[name] = id(base)
-            bases[id(base)] = base
-            for _, ended in sorted(outcome.sequences.items()):
-                if name in ended.saves:
-                    value = outcome._late(ended.saves.pop(name))
-                    versions.setdefault(id(base), []).append(value)
-    made = {
-        key: put_into(base, put_together(base, versions.get(key, [])))
-        for key, base in bases.items()
-    }
-    return {name: made[key] for name, key in names.items()}
-
-
-def _names(invoke: Invoke, name: str) -> bool:
-    """Whether an invoke's block may save something under a name."""
-    if invoke.block is None:
-        return False
-    names = invoke.block.code.names
-    return name in names.binds or name in names.saved or name in names.needs
-
-
-def _raise(errors: list[BaseException], invokes: int) -> None:
-    ready = [e if isinstance(e, Exception) else _wrapped(e) for e in errors]
-    if not ready:
-        return
-    error: Exception = ready[0]
-    if len(ready) > 1:
-        error = ExceptionGroup(f"{len(ready)} errors in {invokes} invokes", ready)
-    raise error
-
-
 def _forget_skip(error: BaseException) -> None:
     """Python would show how the body was skipped as what led to the error."""
     while error.__context__ is not None:
@@ -378,9 +262,3 @@ def _forget_skip(error: BaseException) -> None:
             error.__context__ = None
             return
         error = error.__context__
-
-
-def _wrapped(error: BaseException) -> BlockError:
-    """An error that would end this process (`sys.exit` in a block) becomes an ordinary one."""
-    wrapped = BlockError(f"{type(error).__name__}: {error}")
-    return wrapped.with_traceback(error.__traceback__)

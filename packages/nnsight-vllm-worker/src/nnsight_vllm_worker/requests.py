@@ -232,7 +232,7 @@ class Tracing:
         run.key.notes.append(
             WarningData(
                 module=category.__module__,
-                name=category.__name__,
+                name=category.__qualname__,
                 message=str(message),
                 filename=filename,
                 line=lineno,
@@ -250,7 +250,7 @@ def _print(printed: Callable[[Traced, str], None]) -> Callable[..., None]:
             print(*values, sep=sep, end=end, **rest)
             return
         text = io.StringIO()
-        print(*values, sep=sep, end=end, file=text)
+        print(*values, sep=sep, end=end, **{**rest, "file": text})
         printed(run.key, text.getvalue())
 
     return block_print

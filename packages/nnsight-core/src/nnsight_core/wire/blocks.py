@@ -141,7 +141,9 @@ def decode_event(
             error = None
             if message.error is not None:
                 error = rebuild_error(message.error, frame.buffers, known)
-            notes = [Noted(w.category(), w.message, w.filename, w.line) for w in message.warnings]
+            notes = [
+                Noted(w.category(known), w.message, w.filename, w.line) for w in message.warnings
+            ]
             value = saves.pop(VALUE, None)
             return Ended(invoke, message.sequence, saves, value, error, notes)
         case FinishedMessage():
@@ -161,7 +163,7 @@ def known_errors(invoke: Invoke) -> list[type]:
 def _warning(note: Noted) -> WarningData:
     return WarningData(
         module=note.category.__module__,
-        name=note.category.__name__,
+        name=note.category.__qualname__,
         message=note.message,
         filename=note.filename,
         line=note.line,

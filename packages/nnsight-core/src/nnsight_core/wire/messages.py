@@ -9,6 +9,7 @@ a `BlockMessage`.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 from pydantic import (
@@ -119,11 +120,18 @@ class WarningData(BaseModel):
     filename: str
     line: int
 
-    def category(self) -> type[Warning]:
-        """Its class here; `UserWarning` if this process does not have it."""
+    def category(self, known: Iterable[type] = ()) -> type[Warning]:
+        """Its class here; `UserWarning` if this process does not have it.
+
+        Args:
+            known: classes that are not to be found by module and name (made inside a function).
+        """
         found = loaded(self.module, self.name)
-        known = isinstance(found, type) and issubclass(found, Warning)
-        return found if known else UserWarning
+        for cls in known:
+            if (cls.__module__, cls.__qualname__) == (self.module, self.name):
+                found = cls
+        here = isinstance(found, type) and issubclass(found, Warning)
+        return found if here else UserWarning
 
 
 class PrintedMessage(Message):
