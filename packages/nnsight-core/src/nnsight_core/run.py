@@ -14,13 +14,13 @@ import threading
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from nnsight_core.checks import check_replacement
 from nnsight_core.code import SAVE, Code
 from nnsight_core.errors import BlockTimeout, LocationError, OutOfOrderError
+from nnsight_core.isolation import Isolation
 from nnsight_core.locations import STEP, Location
 from nnsight_core.past import RECENT, Past
 from nnsight_core.saves import Saves
@@ -115,7 +115,7 @@ class Run:
         self._frame: FrameType | None = None
         self._line = code.line
         self._worker: _Worker | None = None
-        self._grad = False
+        self._isolation = Isolation()
         scope[SAVE] = self._save_method
         scope.setdefault("__builtins__", builtins)
 
@@ -137,15 +137,11 @@ class Run:
         current = getcurrent()
         if worker.parent is not current:
             worker.parent = current
-        engine_grad = torch.is_grad_enabled()
-        if engine_grad is not self._grad:
-            torch.set_grad_enabled(self._grad)
+        self._isolation.enter()
         try:
             self._switch(worker, value, error)
         finally:
-            self._grad = torch.is_grad_enabled()
-            if engine_grad is not self._grad:
-                torch.set_grad_enabled(engine_grad)
+            self._isolation.leave()
         return None if self.dead else self.waits_for
 
     def _switch(self, worker: _Worker, value: Any, error: BaseException | None) -> None:
