@@ -86,7 +86,8 @@ def _engine(path: str, **arguments: Any) -> VLLM:
     if torch.cuda.is_available():
         # Several engines share one GPU here.
         arguments = {"gpu_memory_utilization": 0.15, **arguments}
-    return VLLM(path, dispatch=True, dtype="float32", max_model_len=256, seed=0, **arguments)
+    settings = {"dtype": "float32", "max_model_len": 256, "seed": 0, **arguments}
+    return VLLM(path, dispatch=True, **settings)
 
 
 def _small_engine(name: str) -> VLLM:
@@ -209,8 +210,13 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def lora(llama_path: str) -> Iterator[VLLM]:
     """The Llama in an engine that takes adapters."""
+    import torch
+
+    # vLLM's kernels for adapters take half precision only on a GPU.
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     # Two for one adapter: vLLM's CPU kernels give rows without one the adapter of the last slot.
-    with _engine(llama_path, enable_lora=True, max_lora_rank=8, max_loras=2) as model:
+    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "dtype": dtype}
+    with _engine(llama_path, **settings) as model:
         yield model
 
 
@@ -233,7 +239,10 @@ def _oracle(path: str) -> TorchModel:
 
     from nnsight_core import TorchModel
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+    # The plain attention: some releases leave Gemma's soft cap out of the faster ones.
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype="float32", attn_implementation="eager"
+    ).eval()
     return TorchModel(model, tokenizer=AutoTokenizer.from_pretrained(path))
 
 

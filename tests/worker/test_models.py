@@ -268,7 +268,10 @@ def test_without_its_caps_and_window_gemma_2_would_say_something_else(
     # Else that its values are right would not say that these are in them.
     module, prompt = hf_gemma2._backend.module, hf_gemma2.tokenizer(PROMPT, return_tensors="pt")
     without = AutoModelForCausalLM.from_pretrained(
-        module.name_or_path, dtype="float32", **{part: 512 if part == "sliding_window" else None}
+        module.name_or_path,
+        dtype="float32",
+        attn_implementation="eager",
+        **{part: 512 if part == "sliding_window" else None},
     )
     with torch.no_grad():
         logits, other = module(**prompt).logits, without(**prompt).logits
