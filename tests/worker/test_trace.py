@@ -396,3 +396,34 @@ def test_saves_may_arrive_on_another_device(gpt2: Any) -> None:
     finally:
         gpt2._backend._device = "cpu"
     assert hidden.device == torch.device("meta")
+
+
+def test_operations_inside_a_function_that_a_forward_calls(gpt2: Any) -> None:
+    assert "self_embed_input_ids_0" in dir(gpt2.transformer.source)
+    for _ in range(2):
+        with gpt2.trace(temperature=0.0, max_tokens=1) as tracer:
+            for prompt in (PROMPT, "Water boils at"):
+                with tracer.invoke(prompt):
+                    embed = gpt2.transformer.source.self_embed_input_ids_0
+                    inner = embed.source.self_wte_0.output.save()
+                    whole = embed.output.save()
+        assert [len(rows) for rows in inner] == [8, 6]
+        assert all(map(torch.equal, inner, whole))
+    with gpt2.trace(PROMPT, temperature=0.0, max_tokens=1):
+        gpt2.transformer.source.self_embed_input_ids_0.source.self_wte_0.output[:] = 0
+        zeroed = gpt2.transformer.source.hidden_states_0.output.save()
+        position = gpt2.transformer.wpe.weight.shape.save()
+    with gpt2.trace(PROMPT, temperature=0.0, max_tokens=1):
+        plain = gpt2.transformer.source.hidden_states_0.output.save()
+    close(plain - zeroed, whole[0])
+    assert position[1] == 96
+
+
+def test_a_nested_source_that_is_none_is_refused(gpt2: Any) -> None:
+    with pytest.raises(nnsight_core.LocationError, match=r"own\s+`.source`"):
+        with gpt2.trace(PROMPT, max_tokens=1):
+            found = gpt2.transformer.h[2].attn.source.self_attn_0.source.x_0.output.save()
+    with pytest.raises(nnsight_core.LocationError, match="nothing_0"):
+        with gpt2.trace(PROMPT, max_tokens=1):
+            embed = gpt2.transformer.source.self_embed_input_ids_0
+            found = embed.source.nothing_0.output.save()

@@ -57,9 +57,13 @@ class Effects:
     """Whether the block hands nodes or values to code that cannot be seen."""
 
     def sources(self) -> list[str]:
-        """The paths of modules whose `.source` operations may be touched."""
-        found = [a.path.partition(".source.")[0] for a in self.reads if ".source." in a.path]
-        return list(dict.fromkeys(found))
+        """The modules and operations whose `.source` may be touched, outer ones first."""
+        found: dict[str, None] = {}
+        for access in self.reads:
+            parts = access.path.split(".source.")
+            for depth in range(1, len(parts)):
+                found[".source.".join(parts[:depth])] = None
+        return sorted(found, key=len)
 
     @property
     def writes_forward(self) -> bool:
@@ -92,6 +96,7 @@ class Effects:
                     f"Nearest: {', '.join(tree.nearest(path)) or 'none'}."
                 )
             names = tree.modules[path].operations
+            operation = operation.partition(".source.")[0]
             if source and names is not None and operation not in names:
                 raise LocationError(
                     f"{code.filename}:{access.line}: the forward of {path} has no operation "

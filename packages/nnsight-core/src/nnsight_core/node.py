@@ -264,8 +264,8 @@ class Source:
 
     def _names(self) -> tuple[str, ...] | None:
         tree = self._places.tree
-        if tree is None:
-            return None
+        if tree is None or ".source." in self._path:
+            return None  # what an operation calls is found out when it runs
         info = tree.modules[self._path]
         if info.operations is None and not tree.provisional:
             raise LocationError(f"The source of {self._path} ({info.cls}) cannot be had.")
@@ -281,7 +281,10 @@ class Source:
 
 
 class Operation:
-    """One call or assignment inside a module's forward, with the sides that a module has."""
+    """One call or assignment inside a module's forward, with the sides that a module has.
+
+    Of a call of a Python function, `source` leads to the operations inside that function.
+    """
 
     __slots__ = ("_path", "_places")
 
@@ -290,9 +293,12 @@ class Operation:
         object.__setattr__(self, "_path", path)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "source":
+            return Source(self._places, self._path)
         if name not in ("output", "input", "inputs"):
             raise LocationError(
-                f"{self._path} is an operation; it has `output`, `input`, `inputs`, not {name!r}."
+                f"{self._path} is an operation; it has `output`, `input`, `inputs` and `source`, "
+                f"not {name!r}."
             )
         run = need_run(f"{self._path}.{name}")
         if name == "output":

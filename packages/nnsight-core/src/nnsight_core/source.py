@@ -27,20 +27,20 @@ class _Probed:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of one bound forward.
+    """The operations of one bound forward, or of a function that it calls.
 
     Attributes:
         names: their names, in the order of the source.
     """
 
     names: tuple[str, ...]
-    _forward: MethodType
+    _forward: MethodType | FunctionType
     _code: CodeType
 
     def build(self, call: Callable[..., Any], bind: Callable[..., Any]) -> Callable[..., Any]:
         """The forward with `call(name, function, *args)` and `bind(name, value)` in it."""
-        function = self._forward.__func__
-        assert isinstance(function, FunctionType)
+        function = _function(self._forward)
+        assert function is not None
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         cells[_CALL], cells[_BIND] = CellType(call), CellType(bind)
         probed = FunctionType(
@@ -51,16 +51,23 @@ class Operations:
             tuple(cells[name] for name in self._code.co_freevars),
         )
         probed.__kwdefaults__ = function.__kwdefaults__
+        if isinstance(self._forward, FunctionType):
+            return probed
         return MethodType(probed, self._forward.__self__)
 
 
 def operations_of(forward: Callable[..., Any]) -> Operations | None:
-    """The operations of a bound forward; None if its source cannot be had or compiled anew."""
-    if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
+    """The operations of a bound method or a function; None if its source cannot be had."""
+    function = _function(forward)
+    if function is None:
         return None
-    function = forward.__func__
     probed = _probe(function.__code__)
-    return None if probed is None else Operations(probed.names, forward, probed.code)
+    return None if probed is None else Operations(probed.names, forward, probed.code)  # type: ignore[arg-type]
+
+
+def _function(forward: Any) -> FunctionType | None:
+    plain = forward.__func__ if isinstance(forward, MethodType) else forward
+    return plain if isinstance(plain, FunctionType) else None
 
 
 @lru_cache(maxsize=1024)

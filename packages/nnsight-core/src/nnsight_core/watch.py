@@ -34,6 +34,7 @@ class Watch:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._watched: dict[str, nn.Module] = {}
         self._sourced: set[str] = set()
+        self._inner: dict[str, dict[Any, Callable[..., Any]]] = {}
         self.places = interleaver.places = Places(tree, self._modules, self.watch_source)
         for path, module in self._modules.items():
             if tree.modules[path].same_as is None:
@@ -42,7 +43,17 @@ class Watch:
                 self._install(path, module.forward)
 
     def watch_source(self, path: str) -> None:
-        """Make the operations inside a module's forward report their visits, too."""
+        """Make the operations inside a module's forward report their visits, too.
+
+        Args:
+            path: a module, or (`module.source.operation`) an operation in one, whose function's own
+                operations are meant.
+        """
+        outer, nested, _ = path.rpartition(".source.")
+        if nested:
+            self.watch_source(outer)
+            self._inner.setdefault(path, {})
+            return
         path = self.places.tree.modules[path].same_as or path if self.places.tree else path
         if path not in self._sourced:
             self._sourced.add(path)
@@ -70,16 +81,18 @@ class Watch:
     def _with_operations(self, path: str, operations: Operations) -> Callable[..., Any]:
         interleaver, places = self.interleaver, self.places
 
-        def at(name: str) -> tuple[Location, Location]:
+        def at(name: str) -> tuple[Location, Location, str]:
             inner = f"{path}.source.{name}"
-            return places.location(inner, "input"), places.location(inner, "output")
+            return places.location(inner, "input"), places.location(inner, "output"), inner
 
         where = {name: at(name) for name in operations.names}
 
         def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not interleaver.watching:
                 return function(*args, **kwargs)
-            entry, output = where[name]
+            entry, output, inner = where[name]
+            if inner in self._inner:
+                function = self._with_inner(inner, function)
             return _visit(function, interleaver, entry, output, args, kwargs)
 
         def bind(name: str, value: Any) -> Any:
@@ -92,6 +105,19 @@ class Watch:
             return value
 
         return operations.build(call, bind)
+
+    def _with_inner(self, path: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of an operation, reporting the operations in it where that is possible."""
+        operations = operations_of(function)
+        if operations is None:
+            return function
+        # A method is bound anew at each call, so what it is bound to is part of what it is.
+        key = (function.__code__, id(getattr(function, "__self__", None)))
+        made = self._inner[path]
+        if key not in made:
+            made.clear()
+            made[key] = self._with_operations(path, operations)
+        return made[key]
 
 
 def _reporting(

@@ -6,7 +6,7 @@ stays is a width. No requests are in the engine while this runs, and no KV cache
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nnsight_core.interleaver import Interleaver
@@ -14,6 +14,7 @@ from nnsight_core.locations import Location
 from nnsight_core.tree import REQUESTS, TOKENS, Dim, ModelTree, TensorInfo
 from nnsight_core.values import dtype_name, tensors
 from nnsight_core.watch import Watch, recording
+from nnsight_vllm_worker.rows import RowMap
 
 SIZES = ((11, 2), (17, 3))
 """Tokens and requests of the two runs: no two of these numbers, nor their ratios, coincide."""
@@ -32,6 +33,12 @@ class Record:
     def __init__(self) -> None:
         self.seen: dict[Location, tuple[TensorInfo, ...]] = {}
         self.repeated: set[Location] = set()
+
+    def teach(self, rows: RowMap, locations: Iterable[Location]) -> None:
+        """Let the row map know what was seen at some locations."""
+        for location in locations:
+            location.repeats = location in self.repeated
+            rows.know(location, self.seen[location])
 
     def tree(self, tree: ModelTree, watch: Watch) -> ModelTree:
         """The tree with what was seen in it."""

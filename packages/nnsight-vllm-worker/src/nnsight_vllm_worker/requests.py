@@ -51,6 +51,8 @@ class Tracing:
         requests: those that take part in forward passes, by the engine's id.
         awaited: those whose blocks have not said everything yet, by key and sequence.
         limit: how many seconds a block may run before it gives control back.
+        record: finds out about the operations of a function inside a forward, when they are first
+            asked for.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class Tracing:
         self.requests: dict[str, Traced] = {}
         self.awaited: dict[tuple[str, int], Traced] = {}
         self.limit: float | None = None
+        self.record: Callable[[str], None] = lambda path: None
+        self._recorded: set[str] = set()
         self._root = root
         self._watch = watch
         self._rows = rows
@@ -222,6 +226,9 @@ class Tracing:
             effects = effects_of(code, run.scope, self._watch.places.tree)
             for path in effects.sources():
                 self._watch.watch_source(path)
+                if ".source." in path and path not in self._recorded:
+                    self._recorded.add(path)
+                    self.record(path)
         return run
 
     def _warned(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nnsight_core.errors import LocationError
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.node import Root
 from nnsight_core.outputs import RequestOutput
@@ -80,6 +81,7 @@ class Attached:
         root = _WorkerRoot(watch.places, "", config)
         self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle)
         self.tracing.limit = limit
+        self.tracing.record = lambda path: _record_inner(port, rows, interleaver, path)
         self.steps = Steps(rows, interleaver, self.tracing)
         port.attach(self.steps)
 
@@ -132,7 +134,18 @@ def _recorded(
             watch.watch_source(path)
     seen = record(interleaver, port.run_once)
     watch.unwatch_sources()
-    for location, infos in seen.seen.items():
-        location.repeats = location in seen.repeated
-        rows.know(location, infos)
+    seen.teach(rows, seen.seen)
     return seen.tree(tree, watch)
+
+
+def _record_inner(port: RunnerV1, rows: RowMap, interleaver: Interleaver, path: str) -> None:
+    """Record the operations inside the function that an operation calls."""
+    seen = record(interleaver, port.run_once)
+    inside = [at for at in seen.seen if at.path.startswith(f"{path}.source.")]
+    if not inside:
+        raise LocationError(
+            f"{path} calls no Python function whose source can be had (a module, a kernel, or "
+            "nothing), so it has no operations. Of a module that it calls, ask for that module's "
+            "own `.source`."
+        )
+    seen.teach(rows, inside)
