@@ -144,11 +144,14 @@ def _may_change(node: ast.AST) -> bool:
             return True
         case ast.Attribute(ctx=ast.Store()):
             return True
-        case ast.Call(keywords=keywords) if any(k.arg == "out" for k in keywords):
+        case ast.Call(keywords=keywords) if any(k.arg in _IN_PLACE for k in keywords):
             return True
-        case ast.Call(func=ast.Attribute(attr=name, value=owner)):
+        case ast.Call(func=ast.Attribute(attr=name, value=owner), args=args):
             torchlike = isinstance(owner, ast.Name) and owner.id in ("torch", "F")
-            return name.endswith("_") or not (name in PURE_METHODS or torchlike)
+            if name.endswith("_") or not (name in PURE_METHODS or torchlike):
+                return True
+            most = _BEFORE_IN_PLACE.get(name)
+            return most is not None and (len(args) > most or any(map(_starred, args)))
         case ast.Call(func=ast.Name(id=name)):
             return name not in PURE_CALLS
         case ast.Call():
@@ -156,6 +159,22 @@ def _may_change(node: ast.AST) -> bool:
     return False
 
 
+def _starred(node: ast.expr) -> bool:
+    return isinstance(node, ast.Starred)
+
+
+_IN_PLACE = ("out", "inplace", "max_norm", None)
+"""Keywords of calls that write what they are given; `**` may hold any."""
+_BEFORE_IN_PLACE = {
+    **dict.fromkeys(("hardsigmoid", "hardswish", "mish", "relu", "relu6", "selu", "silu"), 1),
+    **dict.fromkeys(("celu", "elu", "leaky_relu"), 2),
+    **dict.fromkeys(("alpha_dropout", "dropout", "feature_alpha_dropout"), 3),
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d", "hardtanh", "threshold"), 3),
+    **dict.fromkeys(("embedding", "embedding_bag"), 2),
+    **dict.fromkeys(("batch_norm", "fused_moving_avg_obs_fake_quant", "instance_norm"), 0),
+    "rrelu": 4,
+}
+"""Functions of torch that may write an argument: how many come before the one that says so."""
 _UNSEEN = ("data", "data_ptr", "numpy", "storage", "untyped_storage", "__array__", "__dlpack__")
 _PURE_CALLS = """
     abs all any bool dict enumerate float int isinstance len list max min print range repr round

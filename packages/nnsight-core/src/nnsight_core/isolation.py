@@ -6,11 +6,14 @@ thread. So what a block has set is taken off when it gives control back, and put
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _python_dispatch as dispatches
 
+_DEVICE: Any = torch._GLOBAL_DEVICE_CONTEXT
 _DEVICES = ("cpu", "cuda")
 _stacks: Any = torch._C
 _Autocast = tuple[tuple[str, bool, torch.dtype], ...]
@@ -20,7 +23,8 @@ class Settings(NamedTuple):
     """The settings at one moment.
 
     `functions` and `dispatches` are how many modes PyTorch's two stacks hold (`with device:` is
-    one); `autocast` is None where it is off.
+    one); `autocast` is None where it is off. `seed` is what the random numbers were last seeded
+    with.
     """
 
     grad: bool
@@ -29,6 +33,14 @@ class Settings(NamedTuple):
     functions: int
     dispatches: int
     autocast: _Autocast | None
+    seed: int
+    deterministic: bool
+    precision: str
+    recursion: int
+    trace: Any
+    profile: Any
+    stdout: Any
+    showwarning: Any
 
 
 def settings() -> Settings:
@@ -40,18 +52,37 @@ def settings() -> Settings:
         _stacks._len_torch_function_stack(),
         _stacks._len_torch_dispatch_stack(),
         _autocast() if _stacks._is_any_autocast_enabled() else None,
+        torch.default_generator.initial_seed(),
+        _stacks._get_deterministic_algorithms(),
+        _stacks._get_float32_matmul_precision(),
+        sys.getrecursionlimit(),
+        sys.gettrace(),
+        sys.getprofile(),
+        sys.stdout,
+        warnings.showwarning,
     )
 
 
 class Isolation:
     """The settings of one block, kept while the engine has control."""
 
-    __slots__ = ("_engine", "_filters", "_held", "_modes", "_own", "_own_filters")
+    __slots__ = (
+        "_device",
+        "_engine",
+        "_filters",
+        "_held",
+        "_modes",
+        "_own",
+        "_own_filters",
+        "_random",
+    )
 
     def __init__(self) -> None:
         self._own: Settings | None = None
         self._own_filters: tuple[Any, list[Any]] | None = None
         self._modes: tuple[list[Any], list[Any]] = ([], [])
+        self._device: Any = None
+        self._random: list[torch.Tensor] | None = None
 
     def enter(self) -> None:
         """The block is about to go on."""
@@ -63,7 +94,10 @@ class Isolation:
             for mode in self._modes[0]:
                 _stacks._push_on_torch_function_stack(mode)
             for mode in self._modes[1]:
-                _stacks._push_on_torch_dispatch_stack(mode)
+                dispatches._push_mode(mode)
+            _DEVICE.device_context = self._device
+        if self._random is not None:
+            self._random = _swapped(self._random)
         if self._own_filters is not None:
             _set_filters(*self._own_filters)
 
@@ -74,9 +108,16 @@ class Isolation:
         if own != engine:
             self._modes = (
                 _popped(_stacks._pop_torch_function_stack, own.functions - engine.functions),
-                _popped(_stacks._pop_torch_dispatch_stack, own.dispatches - engine.dispatches),
+                _popped(dispatches._pop_mode, own.dispatches - engine.dispatches),
             )
             _apply(engine, own)
+            self._device, _DEVICE.device_context = getattr(_DEVICE, "device_context", None), None
+        if self._random is not None:
+            self._random = _swapped(self._random)
+        elif own.seed != engine.seed:
+            self._random = [generator.get_state() for generator in _generators()]
+            # Where the engine's own random numbers were is not known any more: others follow.
+            torch.manual_seed(hash((engine.seed, own.seed)))
         if warnings.filters is not self._filters or warnings.filters != self._held:
             self._own_filters = (warnings.filters, list(warnings.filters))
             _set_filters(self._filters, self._held)
@@ -92,6 +133,17 @@ def _apply(wanted: Settings, now: Settings) -> None:
         torch.set_default_dtype(wanted.dtype)
     if wanted.threads != now.threads:
         torch.set_num_threads(wanted.threads)
+    if wanted.deterministic != now.deterministic:
+        torch.use_deterministic_algorithms(wanted.deterministic)
+    if wanted.precision != now.precision:
+        torch.set_float32_matmul_precision(wanted.precision)
+    if wanted.recursion != now.recursion:
+        sys.setrecursionlimit(wanted.recursion)
+    if wanted.trace is not now.trace:
+        sys.settrace(wanted.trace)
+    if wanted.profile is not now.profile:
+        sys.setprofile(wanted.profile)
+    sys.stdout, warnings.showwarning = wanted.stdout, wanted.showwarning
     if wanted.autocast != now.autocast:
         off = tuple((device, False, torch.get_autocast_dtype(device)) for device in _DEVICES)
         for device, enabled, dtype in wanted.autocast or off:
@@ -101,6 +153,18 @@ def _apply(wanted: Settings, now: Settings) -> None:
 
 def _popped(pop: Any, count: int) -> list[Any]:
     return [pop() for _ in range(count)][::-1]
+
+
+def _generators() -> list[torch.Generator]:
+    return [torch.default_generator, *torch.cuda.default_generators]
+
+
+def _swapped(states: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Put states of the random numbers on; gives those that were there."""
+    before = [generator.get_state() for generator in _generators()]
+    for generator, state in zip(_generators(), states, strict=False):
+        generator.set_state(state)
+    return before
 
 
 def _set_filters(filters: Any, held: list[Any]) -> None:

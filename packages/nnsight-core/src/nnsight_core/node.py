@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,13 +144,18 @@ class Node:
             return child
         module = places.modules.get(self._path)
         if module is not None:
+            run = current_run()
+            if run is not None and name in vars(nn.Module):
+                raise LocationError(
+                    f"{path}: this method of every module hands out, or changes, what all requests "
+                    "share. Read weights by name (`layer.ln.weight`), and call a module to run it."
+                )
             try:
                 value = getattr(module, name)
             except AttributeError:
                 pass
             else:
-                run = current_run() if isinstance(value, Tensor) else None
-                return value if run is None else run.lend(path, value)
+                return value if run is None else map_tensors(value, partial(run.lend, path))
         raise LocationError(no_such(places.tree, path))
 
     def __setattr__(self, name: str, value: Any) -> None:

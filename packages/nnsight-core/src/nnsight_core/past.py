@@ -26,7 +26,8 @@ class Past:
     def close(self, location: Location, value: Any, line: int) -> None:
         """A visit is over: what its value holds from here on is read by nobody."""
         for tensor in (value,) if isinstance(value, Tensor) else flat(value):
-            self._over.append((weakref.ref(tensor), tensor._version, location, line))
+            if type(tensor) is Tensor:
+                self._over.append((weakref.ref(tensor), tensor._version, location, line))
 
     def lend(self, name: str, tensor: Tensor) -> None:
         """A tensor of the model itself is handed out."""

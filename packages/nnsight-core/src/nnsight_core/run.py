@@ -25,6 +25,7 @@ from nnsight_core.locations import STEP, Location
 from nnsight_core.past import RECENT, Past
 from nnsight_core.saves import Saves
 from nnsight_core.shared import offer
+from nnsight_core.values import all_plain
 from nnsight_core.wall import behind_wall
 from nnsight_core.watchdog import WATCHDOG
 
@@ -53,6 +54,8 @@ class _Worker(greenlet):
         while self.executing is not None:
             self.executing.execute()
             self.executing = None
+            # Else what a block sets (decimal's precision, NumPy's errors) is there for the next.
+            self.gr_context = None
             _idle.workers.append(self)
             assert self.parent is not None
             self.parent.switch(None)
@@ -242,13 +245,13 @@ class Run:
     def write(self, location: Location, value: Any) -> None:
         """Replace the value at a location by one of the same rows, width and dtype."""
         check_replacement(location, self.read(location), value)
-        self.value = value
+        self.value = all_plain(value)
 
     def skip(self, path: str, entry: Location, output: Location, value: Any) -> None:
         """Replace what a module will give back by `value`, which may not depend on what it does."""
         self.read(entry)
         assert self.interleaver is not None
-        self.interleaver.skips.setdefault(output, []).append((self, value))
+        self.interleaver.skips.setdefault(output, []).append((self, all_plain(value)))
         self.skipped.append(path + ".")
 
     def save(self, value: Any, line: int | None = None) -> Any:

@@ -64,7 +64,7 @@ class Saves:
         seen: set[int] = set()
         for name, value in scope.items():
             saved = self.made.get(id(value))
-            if saved is None or name == SAVE:
+            if not saved or name == SAVE:
                 continue
             # Small numbers and texts are shared between unrelated names, so there the name counts.
             lines = self._code.names.saved.get(name)
@@ -77,7 +77,7 @@ class Saves:
         found.update(self.shared)
         homes = [*(self.made[key][0].value for key in seen), *self.shared.values()]
         seen.update(map(id, self.shared.values()))
-        lost = [s[-1] for key, s in self.made.items() if key not in seen]
+        lost = [s[-1] for key, s in self.made.items() if s and key not in seen]
         if not lost:
             return found, lost
         self._unpack(found, lost, scope)

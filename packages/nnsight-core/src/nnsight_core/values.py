@@ -27,6 +27,21 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor without a class of the user's, whose code would run wherever it is used."""
+    if type(tensor) is Tensor:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def all_plain(value: Any) -> Any:
+    """A value whose tensors are all plain; the value itself if they are so already."""
+    if all(type(tensor) is Tensor for tensor in flat(value)):
+        return value
+    return map_tensors(value, plain)
+
+
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of a structure with how it is reached (`[0]`, `['hidden_states']`, or empty)."""
     for path, leaf in leaves(value):

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from nnsight_core.errors import WriteError
 from nnsight_core.locations import Location
 from nnsight_core.run import Run
-from nnsight_core.values import dtype_name, flat, map_tensors
+from nnsight_core.values import dtype_name, flat, map_tensors, plain
 
 
 class Rows(Protocol):
@@ -83,12 +83,12 @@ class Visit:
         Raises:
             WriteError: what was written has no rows of this request, or lost its shape or dtype.
         """
-        if given is self.value and isinstance(given, Tensor):
+        if given is self.value and type(given) is Tensor:
             copy = self.copies[0]
             if given._version == copy.version and not self._unseen(copy):
                 return _UNCHANGED
         # A list or a dict that was served may have got other tensors, so it is looked at again.
-        new = flat(given)
+        new = [plain(tensor) for tensor in flat(given)]
         if len(new) != len(self.copies):
             raise WriteError(
                 f"{self.location} holds {len(self.copies)} tensors and was left with {len(new)}: a "

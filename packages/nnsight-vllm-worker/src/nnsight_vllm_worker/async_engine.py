@@ -168,9 +168,9 @@ class AsyncEngine:
                 self._ledger.put(digest, memoryview(data).nbytes)
             self._ledger.use(digests)
 
-    async def _release(self, digests: list[str]) -> None:
+    async def _release(self, digests: list[str], doubtful: list[str]) -> None:
         async with self._ledger_lock:
-            leaving = self._ledger.release(digests)
+            leaving = self._ledger.release(digests, doubtful)
             if leaving:
                 await self._rpc("nnsight_drop", leaving)
 
@@ -211,7 +211,9 @@ class _Run:
                 await self._engine._abort(keys)
                 await self._engine._rpc("nnsight_forget", keys)
             if self._used:
-                await self._engine._release(self._digests)
+                failed = [r._request for r in self._requests if r._progress.failed]
+                doubtful = [digest for request in failed for digest in request.blobs]
+                await self._engine._release(self._digests, doubtful)
         except EngineDeadError:
             # Nothing is left to clean up in an engine that has ended.
             return

@@ -31,6 +31,7 @@ class Ledger:
         self.keep = keep
         self._held: OrderedDict[str, int] = OrderedDict()
         self._used: dict[str, int] = {}
+        self._doubtful: set[str] = set()
 
     def missing(self, digests: Iterable[str]) -> list[str]:
         """Which of some contents the workers do not hold yet."""
@@ -46,19 +47,26 @@ class Ledger:
             self._held.move_to_end(digest)
             self._used[digest] = self._used.get(digest, 0) + 1
 
-    def release(self, digests: Iterable[str]) -> list[str]:
-        """The contents that must leave now, least recently used first."""
+    def release(self, digests: Iterable[str], doubtful: Iterable[str] = ()) -> list[str]:
+        """The contents that must leave now, least recently used first.
+
+        Args:
+            doubtful: contents that a block which failed may have changed; they leave as well.
+        """
+        self._doubtful.update(doubtful)
         for digest in digests:
             self._used[digest] -= 1
             if not self._used[digest]:
                 del self._used[digest]
         leaving: list[str] = []
         total = sum(self._held.values())
+        if total <= self.keep and not self._doubtful:
+            return leaving
         for digest in list(self._held):
-            if total <= self.keep:
-                break
-            if digest not in self._used:
+            over = total > self.keep or digest in self._doubtful
+            if over and digest not in self._used:
                 total -= self._held.pop(digest)
+                self._doubtful.discard(digest)
                 leaving.append(digest)
         return leaving
 
@@ -91,14 +99,18 @@ class Store:
             self._tensors.pop(digest, None)
 
     def check(self, digests: Iterable[str]) -> LateWriteError | None:
-        """An error if a block changed a tensor that it was not to change; it is dropped then."""
+        """An error if a block changed a tensor that it was not to change.
+
+        Whoever uses the tensor at that time gets it, too, until the holder of the engine, who sees
+        that a request has failed, lets the tensor go.
+        """
         for digest in digests:
             held = self._tensors.get(digest)
             if held is not None and held[0]._version != held[1]:
-                del self._tensors[digest]
                 return LateWriteError(
-                    "The block changed a tensor from outside in place through a call that its "
-                    "text does not show. Clone it in the block first."
+                    "The block, or another that uses the same tensor, changed a tensor from "
+                    "outside in place through a call that its text does not show. Clone it in the "
+                    "block first."
                 )
         return None
 

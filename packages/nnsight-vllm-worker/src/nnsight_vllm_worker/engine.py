@@ -216,7 +216,9 @@ class _Batch:
             unheard = [key for key, p in self.progress.items() if not p.ended and not p.failed]
             if self.pending or unheard:
                 engine._rpc("nnsight_forget", [*{*self.pending, *unheard}])
-            leaving = engine._ledger.release(self.used)
+            failed = [key for key, p in self.progress.items() if p.failed]
+            doubtful = [digest for key in failed for digest in self.requests[key].blobs]
+            leaving = engine._ledger.release(self.used, doubtful)
             if leaving:
                 engine._rpc("nnsight_drop", leaving)
         except EngineDeadError:

@@ -18,7 +18,7 @@ import torch
 
 from nnsight_core.code import compile_block
 from nnsight_core.effects import effects_of
-from nnsight_core.errors import EngineError, ProtocolError
+from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
 from nnsight_core.locations import RESULT
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
@@ -123,8 +123,9 @@ class Tracing:
             traced.reads = message.block.reads
             traced.ending = Ending(request, arrival.prompt, params, self._config)
             traced.run = self._run(message, frame, traced)
-        except Exception as error:
-            # What cannot be made into a run is an error of this request alone.
+        except BaseException as error:
+            # What cannot be made into a run is an error of this request alone, whatever the user's
+            # code raises as it is loaded.
             self.fail(traced, error)
             self.send()
             return
@@ -155,7 +156,7 @@ class Tracing:
         if traced.run.dead and not traced.sent and traced not in self._ended:
             self._ended.append(traced)
 
-    def fail(self, traced: Traced, error: Exception) -> None:
+    def fail(self, traced: Traced, error: BaseException) -> None:
         """A request cannot be what its block asks for."""
         self._watch.interleaver.drop(traced.run)
         traced.run.error = error
@@ -181,10 +182,12 @@ class Tracing:
         run.error = run.error or self._store.check(traced.blobs)
         try:
             frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
-        except Exception as error:
-            # Whatever a block saved, encoding it must not take the engine along.
-            run.error = error
+        except BaseException as error:
+            # Whatever a block saved or raised, encoding it must not take the engine along. Its own
+            # code is not run a second time.
+            run.error = _safe(error)
             run.saves.made.clear()
+            run.saves.shared.clear()
             frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
         traced.sent = True
         self.awaited.pop((traced.key, traced.sequence), None)
@@ -245,6 +248,15 @@ class Tracing:
                 line=lineno,
             )
         )
+
+
+def _safe(error: BaseException) -> BaseException:
+    """An error that can be encoded without running code of the user's."""
+    if type(error) is BlockTimeout:
+        return error
+    texts = [text for text in error.args if type(text) is str]
+    kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    return BlockError(f"What the block saved cannot come home: {': '.join([kind, *texts])}")
 
 
 def _print(printed: Callable[[Traced, str], None]) -> Callable[..., None]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from nnsight_core.cache import Cache
 from nnsight_core.errors import EncodeError, ProtocolError
 from nnsight_core.outputs import RESULT_LATER, LateResult
-from nnsight_core.values import dtype_name
+from nnsight_core.values import dtype_name, plain
 from nnsight_core.wire.frames import Buffer
 
 Json = Any
@@ -151,6 +151,7 @@ class Encoder:
 
     def tensor(self, tensor: Tensor) -> dict[str, Json]:
         """A tensor's form: dtype, shape and its elements, never more of its storage than that."""
+        tensor = plain(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise EncodeError(
                 f"{self.where()} is a {tensor.layout} tensor on {tensor.device}; only dense ones "
