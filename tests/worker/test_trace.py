@@ -427,3 +427,15 @@ def test_a_nested_source_that_is_none_is_refused(gpt2: Any) -> None:
         with gpt2.trace(PROMPT, max_tokens=1):
             embed = gpt2.transformer.source.self_embed_input_ids_0
             found = embed.source.nothing_0.output.save()
+
+
+def test_operations_of_a_layer_that_a_variable_chooses(gpt2: Any) -> None:
+    for layer in (2, 7):
+        with gpt2.trace(PROMPT, temperature=0.0, max_tokens=2, ignore_eos=True) as tracer:
+            found = [].save()
+            for _ in tracer.all():
+                attn = gpt2.transformer.h[layer].attn
+                found.append(attn.source.self_c_proj_0.output[0])
+                found.append(attn.output)
+        close(found[0], found[1])
+        close(found[2], found[3])

@@ -57,9 +57,14 @@ class Effects:
     """Whether the block hands nodes or values to code that cannot be seen."""
 
     def sources(self) -> list[str]:
-        """The modules and operations whose `.source` may be touched, outer ones first."""
+        """The modules and operations whose `.source` is surely touched, outer ones first.
+
+        Of those that the text does not name, the block itself asks when it comes to them.
+        """
         found: dict[str, None] = {}
         for access in self.reads:
+            if "*" in access.path or _UNKNOWN in access.path:
+                continue
             parts = access.path.split(".source.")
             for depth in range(1, len(parts)):
                 found[".source.".join(parts[:depth])] = None
