@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnsight_core import LateWriteError, LocationError, NotSupportedError
-from tests.fixtures.attack import READER, STEPS, UNMET, assert_beside, beside, harmless
+from tests.fixtures.attack import READER, STEPS, UNMET, assert_beside, beside, harmless, tracing
 
 pytest_plugins = ["tests.fixtures.attack"]
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -151,7 +151,6 @@ SETTERS: dict[str, Any] = {
     "decimal": lambda: setattr(decimal.getcontext(), "prec", 3),
     "numpy": lambda: numpy.seterr(all="raise"),
 }
-SET_UNMET = ("deterministic", "precision", "trace", "profile", "recursion", "decimal", "numpy")
 
 
 def settings() -> dict[str, Any]:
@@ -174,9 +173,7 @@ def settings() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(n, marks=UNMET if n == "dispatch mode" else ()) for n in _modes()]
-)
+@pytest.mark.parametrize("mode", _modes())
 def test_a_mode_in_which_a_block_waits_is_its_own(gpt2: Any, normal: Any, mode: str) -> None:
     def waits(model: Any, tracer: Any) -> int:
         with _modes()[mode]():
@@ -190,9 +187,7 @@ def test_a_mode_in_which_a_block_waits_is_its_own(gpt2: Any, normal: Any, mode: 
     assert settings() == before
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=UNMET if n in SET_UNMET else ()) for n in SETTERS]
-)
+@pytest.mark.parametrize("name", SETTERS)
 def test_what_a_block_sets_is_its_own(gpt2: Any, normal: Any, name: str) -> None:
     set_it = SETTERS[name]
 
@@ -236,7 +231,6 @@ def test_a_seed_that_a_block_sets_draws_no_others_tokens(gpt2: Any) -> None:
     assert seeded["chosen"] == plain["chosen"]
 
 
-@UNMET
 def test_a_seed_that_a_block_sets_is_not_what_others_draw_from(gpt2: Any) -> None:
     with gpt2.trace(temperature=1.0, max_tokens=20, ignore_eos=True) as tracer:
         with tracer.invoke(READER):
@@ -268,3 +262,23 @@ def test_signal_handlers_are_the_process_own(gpt2: Any, normal: Any) -> None:
         assert assert_beside(gpt2, normal, handles) == 1
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@UNMET
+def test_a_forward_pass_that_is_interrupted_leaves_nothing(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = tracing(gpt2)._watch._modules["transformer.h.5"]
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            with gpt2.trace(max_tokens=3) as tracer:
+                for _ in range(4):
+                    with tracer.invoke(READER):
+                        hidden = gpt2.transformer.h[3].output.save()
+    (output,) = gpt2.generate(READER, temperature=0.0, max_tokens=1)
+    assert output.outputs[0].text == " Paris"
