@@ -32,7 +32,10 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
 )
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+# `NNSIGHT_TEST_COMPILED=1` runs every test on compiled engines (with CUDA graphs on a GPU).
+COMPILED = os.environ.get("NNSIGHT_TEST_COMPILED") == "1"
+if not COMPILED:
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -86,6 +89,11 @@ def _engine(path: str, **arguments: Any) -> VLLM:
     if torch.cuda.is_available():
         # Several engines share one GPU here.
         arguments = {"gpu_memory_utilization": 0.15, **arguments}
+    # Compiling takes longer than most tests; what is compiled has fixtures of its own.
+    if COMPILED:
+        arguments = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}, **arguments}
+    else:
+        arguments = {"enforce_eager": True, **arguments}
     settings = {"dtype": "float32", "max_model_len": 256, "seed": 0, **arguments}
     return VLLM(path, dispatch=True, **settings)
 

@@ -69,8 +69,10 @@ class Watch:
 
     def remove(self) -> None:
         """Give every module its own forward back."""
-        for module in self._watched.values():
-            module.__dict__.pop("forward", None)
+        for path, module in self._watched.items():
+            del module.forward
+            if self._plain[path] != module.forward:
+                module.forward = self._plain[path]
 
     def _install(self, path: str, forward: Callable[..., Any]) -> None:
         entry = self.places.location(path, "input")

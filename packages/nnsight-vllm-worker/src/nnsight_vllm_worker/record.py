@@ -11,6 +11,7 @@ from typing import Any
 
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.locations import Location
+from nnsight_core.node import Places
 from nnsight_core.tree import REQUESTS, TOKENS, Dim, ModelTree, TensorInfo
 from nnsight_core.values import dtype_name, tensors
 from nnsight_core.watch import Watch, recording
@@ -34,11 +35,18 @@ class Record:
         self.seen: dict[Location, tuple[TensorInfo, ...]] = {}
         self.repeated: set[Location] = set()
 
-    def teach(self, rows: RowMap, locations: Iterable[Location]) -> None:
-        """Let the row map know what was seen at some locations."""
-        for location in locations:
-            location.repeats = location in self.repeated
-            rows.know(location, self.seen[location])
+    def teach(
+        self, rows: RowMap, places: Places, locations: Iterable[Location] | None = None
+    ) -> None:
+        """Let the row map know what was seen at some locations, or at all of them.
+
+        Args:
+            places: where the locations are, which may not be those that were recorded.
+        """
+        for seen in self.seen if locations is None else locations:
+            location = places.location(seen.path, seen.side) if seen.path else seen
+            location.repeats = seen in self.repeated
+            rows.know(location, self.seen[seen])
 
     def tree(self, tree: ModelTree, watch: Watch) -> ModelTree:
         """The tree with what was seen in it."""

@@ -41,13 +41,22 @@ class Steps:
         self.tracing = tracing
         self.way = Way.PLAIN
         self._drawing: list[tuple[int, Traced]] = []
+        self._here: set[str] = set()
+
+    @property
+    def plain(self) -> bool:
+        """Whether the pass runs the model's plain Python, without graphs."""
+        return self.way is Way.EAGER
 
     def requests(self, new: list[Arrival], gone: set[str]) -> None:
-        """Requests come and go."""
+        """Requests come and go. One that was preempted may come again."""
         for request in gone:
+            self._here.discard(request)
             self.tracing.gone(request)
         for arrival in new:
-            self.tracing.come(arrival)
+            if arrival.request not in self._here:
+                self._here.add(arrival.request)
+                self.tracing.come(arrival)
 
     def begin(self, batch: list[Part]) -> None:
         """The forward pass is about to run on this batch."""
