@@ -20,6 +20,7 @@ from nnsight_core.node import Node, Operation, Source
 from nnsight_core.tracer import InvokeContext, Tracer
 from nnsight_core.tree import ModelTree
 
+FIRST, LOOP, AFTER = 0, 1, 2
 _SIDES = ("output", "input", "inputs")
 _VALUES = ("logits", "samples")
 _EVERY, _UNKNOWN = "**", "?"
@@ -40,11 +41,13 @@ class Access:
         path: the module's or operation's path, with `*` for what is not known.
         side: `output`, `input`, `logits`, `samples`, or `module` if it is only named or called.
         line: where the block says so.
+        when: in which steps: `FIRST` before any loop over steps, `LOOP` in one, `AFTER` behind one.
     """
 
     path: str
     side: str
     line: int
+    when: int = 0
 
 
 @dataclass(slots=True)
@@ -55,6 +58,12 @@ class Effects:
     writes: list[Access] = field(default_factory=list)
     opaque: bool = False
     """Whether the block hands nodes or values to code that cannot be seen."""
+    calls: bool = False
+    """Whether the block runs modules of the model itself."""
+    stops: bool = False
+    """Whether the block may end its request."""
+    loose: bool = False
+    """Whether the text does not show which part of it runs in which steps."""
 
     def sources(self) -> list[str]:
         """The modules and operations whose `.source` is surely touched, outer ones first.
@@ -194,6 +203,7 @@ class _Walk(ast.NodeVisitor):
         self.known: dict[str, _Thing] = {}
         self.effects = Effects()
         self.maybe = 0  # how many statements lie around this one that may not run
+        self.when = FIRST
 
     def block(self, body: list[ast.stmt]) -> None:
         for statement in body:
@@ -221,11 +231,17 @@ class _Walk(ast.NodeVisitor):
             self.store(node.target, None)
 
     def visit_For(self, node: ast.For) -> None:
-        each = _each(self.thing(node.iter))
+        over = self.thing(node.iter)
+        steps = isinstance(over, _Tracer)
+        if steps and self.when == LOOP:
+            self.effects.loose = True
+        self.when = LOOP if steps else self.when
+        each = None if steps else _each(over)
         # What the loop leaves behind is there in its next round.
         for _ in range(2):
             self.store(node.target, each)
             self.branch(node.body)
+        self.when = AFTER if steps else self.when
         self.branch(node.orelse)
 
     def visit_While(self, node: ast.While) -> None:
@@ -322,7 +338,9 @@ class _Walk(ast.NodeVisitor):
                 return self.thing(body)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 for part in node.generators:
-                    self.store(part.target, _each(self.thing(part.iter)))
+                    over = self.thing(part.iter)
+                    self.effects.loose |= isinstance(over, _Tracer)
+                    self.store(part.target, _each(over))
                     for test in part.ifs:
                         self.thing(test)
                 if isinstance(node, ast.DictComp):
@@ -353,7 +371,8 @@ class _Walk(ast.NodeVisitor):
 
     def side(self, held: _Node, name: str, line: int) -> _Value:
         side = "input" if name == "inputs" else name
-        access = Access(held.path if side in ("output", "input") else "", side, line + self.shift)
+        path = held.path if side in ("output", "input") else ""
+        access = Access(path, side, line + self.shift, self.when)
         self.effects.reads.append(access)
         return _Value((access,))
 
@@ -371,6 +390,7 @@ class _Walk(ast.NodeVisitor):
     def call(self, node: ast.Call) -> _Thing:
         arguments = [self.thing(a) for a in node.args]
         arguments += [self.thing(k.value) for k in node.keywords]
+        self.effects.loose |= any(isinstance(argument, _Tracer) for argument in arguments)
         for keyword in node.keywords:
             if keyword.arg == "out":
                 self.wrote(self.thing(keyword.value))
@@ -386,15 +406,17 @@ class _Walk(ast.NodeVisitor):
                 if isinstance(base, _Tracer):
                     if name == "cache":
                         self.cache(node)
-                    return None
+                    self.effects.stops |= name == "stop"
+                    return base if name == "all" else None
                 if isinstance(base, _Node):
                     if name == "get" and not base.path:
                         return self.named(node)
                     if name == "skip":
-                        self.effects.writes.append(
-                            Access(base.path, "output", node.lineno + self.shift)
-                        )
+                        line = node.lineno + self.shift
+                        self.effects.reads.append(Access(base.path, "input", line, self.when))
+                        self.effects.writes.append(Access(base.path, "output", line, self.when))
                     else:
+                        self.effects.calls = True
                         self.attribute(base, name, node.lineno)
                     return None
                 if name.endswith("_") and not name.endswith("__"):
@@ -411,6 +433,7 @@ class _Walk(ast.NodeVisitor):
             case ast.Name(id=name) if name in PURE_CALLS:
                 return held
         called = self.thing(node.func)
+        self.effects.calls |= isinstance(called, _Node)
         if not isinstance(called, _Node):
             self.effects.opaque = True
             self.wrote(held)
@@ -422,7 +445,7 @@ class _Walk(ast.NodeVisitor):
         paths = [path for part in given for path in self.paths(part)] or [_EVERY]
         for path in paths:
             for side in ("output", "input"):
-                self.effects.reads.append(Access(path, side, 0))
+                self.effects.reads.append(Access(path, side, 0, LOOP))
 
     def paths(self, node: ast.expr) -> list[str]:
         match node:

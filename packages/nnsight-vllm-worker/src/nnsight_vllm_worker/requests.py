@@ -11,7 +11,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from nnsight_core.code import compile_block
 from nnsight_core.effects import effects_of
 from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
-from nnsight_core.locations import RESULT
+from nnsight_core.locations import RESULT, Location
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
 from nnsight_core.watch import Watch
@@ -37,6 +37,7 @@ from nnsight_vllm_worker.blobs import Store
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.traced import Arrival, Traced
 from nnsight_vllm_worker.vllm_ports.ending import Ending
+from nnsight_vllm_worker.wants import wants_of
 from nnsight_vllm_worker.written import LIMIT, Allowance, Written
 
 _log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Tracing:
         emit: Callable[[Frame], None],
         config: Any,
         pickle: bool,
+        taps: Collection[Location] = (),
     ) -> None:
         self.requests: dict[str, Traced] = {}
         self.awaited: dict[tuple[str, int], Traced] = {}
@@ -75,6 +77,9 @@ class Tracing:
         self._rows = rows
         self._store = store
         self._emit = emit
+        assert watch.places.tree is not None
+        self._tree = watch.places.tree
+        self._taps = taps
         self._config = config
         self._pickle = pickle
         self._allowance = Allowance()
@@ -121,6 +126,7 @@ class Tracing:
                 )
             traced.written = Written(self._rows, self._allowance)
             traced.reads = message.block.reads
+            traced.known = self._rows.known()
             traced.ending = Ending(request, arrival.prompt, params, self._config)
             traced.run = self._run(message, frame, traced)
         except BaseException as error:
@@ -143,7 +149,7 @@ class Tracing:
             traced = self.awaited.pop(place)
             traced.sent = True
             self.gone(traced.request)
-            self._watch.interleaver.drop(traced.run)
+            self._drop(traced.run)
 
     def end(self, run: Run) -> None:
         """A run has ended; what it brings home is sent when the step is over."""
@@ -158,7 +164,7 @@ class Tracing:
 
     def fail(self, traced: Traced, error: BaseException) -> None:
         """A request cannot be what its block asks for."""
-        self._watch.interleaver.drop(traced.run)
+        self._drop(traced.run)
         traced.run.error = error
         traced.run.dead = True
         traced.sent = False
@@ -195,6 +201,9 @@ class Tracing:
             self.gone(traced.request)
         self._emit(frame)
 
+    def _drop(self, run: Run) -> None:
+        (run.interleaver or self._watch.interleaver).drop(run)
+
     def printed(self, traced: Traced, text: str) -> None:
         """A block printed something."""
         message = PrintedMessage(key=traced.key, sequence=traced.sequence, text=text)
@@ -225,8 +234,9 @@ class Tracing:
             )
             run = decode_run(block, decoder, traced, self._extra)
             run.limit = self.limit
+        effects = effects_of(code, run.scope, self._watch.places.tree)
+        traced.wants = wants_of(effects, self._tree, self._taps)
         if "source" in code.compiled.co_names:
-            effects = effects_of(code, run.scope, self._watch.places.tree)
             for path in effects.sources():
                 self._watch.watch_source(path)
                 if ".source." in path and path not in self._recorded:

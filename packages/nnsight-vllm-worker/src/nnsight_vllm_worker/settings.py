@@ -6,8 +6,12 @@ this list.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from nnsight_core.taps import RESID
+from nnsight_vllm_worker.vllm_ports.forward import CONFIG
 
 SCHEDULER = "nnsight_vllm_worker.vllm_ports.scheduling.scheduler"
 EXTENSION = "nnsight_vllm_worker.worker.WorkerExtension"
@@ -44,8 +48,11 @@ SETTINGS = (
 )
 
 
-def apply(arguments: dict[str, Any]) -> dict[str, Any]:
+def apply(arguments: dict[str, Any], taps: str | Sequence[str] = RESID) -> dict[str, Any]:
     """Engine arguments with ours among them.
+
+    Args:
+        taps: patterns of the locations that stay reachable where the model runs compiled.
 
     Raises:
         ValueError: the caller asks for another value of a forced setting.
@@ -59,6 +66,11 @@ def apply(arguments: dict[str, Any]) -> dict[str, Any]:
                 f"{setting.reason}."
             )
         chosen[setting.name] = setting.value if setting.forced else given
+    patterns = [taps] if isinstance(taps, str) else list(taps)
+    chosen["additional_config"] = {
+        **(chosen.get("additional_config") or {}),
+        CONFIG: {"taps": patterns},
+    }
     for refused, reason in REFUSED.items():
         value = chosen.get(refused)
         if value is True or value not in (None, 1, False):

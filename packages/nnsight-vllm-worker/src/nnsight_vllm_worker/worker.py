@@ -12,6 +12,7 @@ from nnsight_core.errors import LocationError
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.node import Root
 from nnsight_core.outputs import RequestOutput
+from nnsight_core.taps import resolve
 from nnsight_core.watch import Watch, bare_tree
 from nnsight_core.wire.frames import Frame
 from nnsight_vllm_worker.blobs import Store
@@ -21,8 +22,8 @@ from nnsight_vllm_worker.requests import Tracing
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.step import Steps
 from nnsight_vllm_worker.settings import EXTENSION
-from nnsight_vllm_worker.vllm_ports import loading, scheduling, startup
-from nnsight_vllm_worker.vllm_ports.forward import plain_when
+from nnsight_vllm_worker.taps import Taps
+from nnsight_vllm_worker.vllm_ports import forward, loading, scheduling, startup
 from nnsight_vllm_worker.vllm_ports.runner_v1 import RunnerV1
 from nnsight_vllm_worker.vllm_ports.runner_v2 import RunnerV2
 
@@ -77,7 +78,7 @@ class Loaded:
         self.rows = RowMap()
         self.steps: Steps | None = None
         self._recording = False
-        plain_when(self.port.model, self._plain)
+        forward.plain_when(self.port.model, self._plain)
         config = worker.vllm_config.model_config
         bare = bare_tree(self.port.model, config.served_model_name or config.model, startup.engine())
         watch = Watch(self.port.model, Interleaver(self.rows, lambda run: None), bare)
@@ -85,9 +86,16 @@ class Loaded:
             if info.same_as is None and info.operations:
                 watch.watch_source(path)
         self.seen = self.record(watch.interleaver)
-        self.tree = self.seen.tree(bare, watch)
-        # What is compiled now is the model as vLLM wrote it.
+        tree = self.seen.tree(bare, watch)
         watch.remove()
+        self.modules = dict(self.port.model.named_modules(remove_duplicate=False))
+        patterns = forward.taps_of(worker.vllm_config)
+        rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
+        names = resolve(tree, patterns)
+        self.taps = Taps(self.seen, names, patterns, rows, self.port.device)
+        self.tree = tree.model_copy(update={"taps": tuple(map(str, self.taps.taps))})
+        # What is compiled now is the model as vLLM wrote it, with its taps.
+        self.taps.install(self.modules)
 
     def record(self, interleaver: Interleaver) -> Record:
         """What every location holds that two runs for nobody reach."""
@@ -109,17 +117,21 @@ class Attached:
         self.tree = self.loaded.tree
         port, rows = self.loaded.port, self.loaded.rows
         interleaver = Interleaver(rows, lambda run: self.tracing.end(run))
-        watch = Watch(port.model, interleaver, self.tree)
+        self.loaded.taps.remove(self.loaded.modules)
+        watch = Watch(port.model, interleaver, self.tree, self.loaded.taps.around)
         self.loaded.seen.teach(rows, watch.places)
+        self.loaded.taps.bind(watch.places)
         self.store = Store(port.device)
         self._sender = Sender(address) if worker.rank == 0 else None
         config = worker.vllm_config.model_config
         root = _WorkerRoot(watch.places, "", config)
-        self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle)
+        self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle, self.loaded.taps.taps)
         self.tracing.limit = limit
         self.tracing.record = self._record_inner
         self._interleaver = interleaver
-        self.steps = self.loaded.steps = Steps(rows, interleaver, self.tracing)
+        compiled = forward.compiles(worker.vllm_config)
+        taps = self.loaded.taps
+        self.steps = self.loaded.steps = Steps(rows, interleaver, self.tracing, taps, compiled)
         port.attach(self.steps)
 
     def _record_inner(self, path: str) -> None:
@@ -148,6 +160,7 @@ class Attached:
 
     def finish(self, key: str, outputs: str) -> None:
         output = RequestOutput.model_validate_json(outputs)
+        self.steps.deferred.run()
         for (awaited, sequence), traced in list(self.tracing.awaited.items()):
             if awaited == key:
                 own = [o for o in output.outputs if o.index == sequence] or output.outputs

@@ -90,15 +90,17 @@ class RunnerV1:
             steps.requests(new, scheduler_output.finished_req_ids)
             self._scheduled = scheduler_output.num_scheduled_tokens
             try:
-                return execute(scheduler_output, *args, **kwargs)
+                output = execute(scheduler_output, *args, **kwargs)
             finally:
                 self._scheduled = None
+            steps.forwarded()
+            return output
 
         def determine_batch(*args: Any, **kwargs: Any) -> Any:
             # Dummy runs, for which nothing is scheduled, ask as well.
             if self._scheduled and steps.tracing.requests:
                 steps.begin(self._batch(self._scheduled))
-                kwargs["force_eager"] = kwargs.get("force_eager", False) or steps.plain
+                kwargs["force_eager"] = kwargs.get("force_eager", False) or not steps.graphs
             return determine(*args, **kwargs)
 
         def sample_all(*args: Any, **kwargs: Any) -> Any:

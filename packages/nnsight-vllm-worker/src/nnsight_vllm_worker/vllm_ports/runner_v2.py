@@ -100,16 +100,18 @@ class RunnerV2:
             steps.requests(new, scheduler_output.finished_req_ids)
             self._scheduled = scheduler_output.num_scheduled_tokens
             try:
-                return execute(scheduler_output, *args, **kwargs)
+                output = execute(scheduler_output, *args, **kwargs)
             finally:
                 self._scheduled = None
+            steps.forwarded()
+            return output
 
         def dispatch_step(
             num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int
         ) -> Any:
             if self._scheduled and steps.tracing.requests:
                 steps.begin(self._batch(self._scheduled))
-                if steps.plain:
+                if not steps.graphs:
                     none = runner.vllm_config.compilation_config.cudagraph_mode.NONE
                     return self._describe(
                         cg_mode=none,
