@@ -11,7 +11,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.code import PURE_CALLS, PURE_METHODS, Code
@@ -62,6 +63,8 @@ class Effects:
     """Whether the block runs modules of the model itself."""
     stops: bool = False
     """Whether the block may end its request."""
+    loops: bool = False
+    """Whether the block loops over steps of its request."""
     loose: bool = False
     """Whether the text does not show which part of it runs in which steps."""
 
@@ -132,12 +135,46 @@ def effects_of(
         tree: the model's tree, which tells a module's child from one of its other attributes.
         targets: the names that `as` binds to the tracer.
     """
-    wrapper = ast.parse("if 1:\n" + code.source).body[0]
+    return text_of(code, names, targets).effects(tree)
+
+
+class Text(NamedTuple):
+    """A block's text, with what its names say about it: all that its effects are read from."""
+
+    code: Code
+    known: tuple[tuple[str, Any], ...]
+
+    def effects(self, tree: ModelTree | None = None) -> Effects:
+        """Its effects, which nobody may change: they are kept for the next one who asks."""
+        return _read(self, _Same(tree))
+
+
+def text_of(code: Code, names: Mapping[str, Any], targets: Iterable[str] = ()) -> Text:
+    """A block's text. See `effects_of`."""
+    known = {name: _of_value(value) for name, value in names.items()}
+    known.update(dict.fromkeys(targets, _Tracer()))
+    return Text(code, tuple((name, thing) for name, thing in known.items() if thing is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """A tree, which is taken for another one only if it is the same object."""
+
+    tree: ModelTree | None
+
+    def __hash__(self) -> int:
+        return id(self.tree)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.tree is other.tree
+
+
+@lru_cache(maxsize=1024)
+def _read(text: Text, tree: _Same) -> Effects:
+    wrapper = ast.parse("if 1:\n" + text.code.source).body[0]
     assert isinstance(wrapper, ast.If)
-    walk = _Walk(tree, code.line - 2)
-    for name, value in names.items():
-        walk.known[name] = _of_value(value)
-    walk.known.update(dict.fromkeys(targets, _Tracer()))
+    walk = _Walk(tree.tree, text.code.line - 2)
+    walk.known.update(text.known)
     walk.block(wrapper.body)
     return walk.effects
 
@@ -233,6 +270,7 @@ class _Walk(ast.NodeVisitor):
     def visit_For(self, node: ast.For) -> None:
         over = self.thing(node.iter)
         steps = isinstance(over, _Tracer)
+        self.effects.loops |= steps
         if steps and self.when == LOOP:
             self.effects.loose = True
         self.when = LOOP if steps else self.when

@@ -151,9 +151,9 @@ class Interleaver:
         reachable = self.reachable
         if reachable is not None and location.phase == Phase.FORWARD and location not in reachable:
             raise NotATapError(
-                f"{location} was asked for in a step that runs compiled, since the block's text did "
-                "not say that it would be. Name the module plainly in the block, or make it a tap "
-                "(taps=)."
+                f"{location} was asked for in a step that runs compiled, since the block's text "
+                "did not say that it would be. Name the module plainly in the block, or make it a "
+                "tap (taps=)."
             )
         gone = location.phase < self.phase or (location in self.passed and not location.repeats)
         if gone or run.skipped:

@@ -19,7 +19,6 @@ from nnsight_core.node import Places
 from nnsight_core.source import Operations, operations_of
 from nnsight_core.tree import ModelTree, ModuleInfo
 
-
 Forward = Callable[..., Any]
 
 

@@ -11,7 +11,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ import torch
 from nnsight_core.code import compile_block
 from nnsight_core.effects import effects_of
 from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
-from nnsight_core.locations import RESULT, Location
+from nnsight_core.locations import RESULT
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
+from nnsight_core.wants import wants_of
 from nnsight_core.watch import Watch
 from nnsight_core.wire.blocks import code_of, decode_run, encode_ended
 from nnsight_core.wire.code import CodeDecoder
@@ -37,7 +38,6 @@ from nnsight_vllm_worker.blobs import Store
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.traced import Arrival, Traced
 from nnsight_vllm_worker.vllm_ports.ending import Ending
-from nnsight_vllm_worker.wants import wants_of
 from nnsight_vllm_worker.written import LIMIT, Allowance, Written
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ class Tracing:
         emit: Callable[[Frame], None],
         config: Any,
         pickle: bool,
-        taps: Collection[Location] = (),
     ) -> None:
         self.requests: dict[str, Traced] = {}
         self.awaited: dict[tuple[str, int], Traced] = {}
@@ -79,7 +78,6 @@ class Tracing:
         self._emit = emit
         assert watch.places.tree is not None
         self._tree = watch.places.tree
-        self._taps = taps
         self._config = config
         self._pickle = pickle
         self._allowance = Allowance()
@@ -186,15 +184,16 @@ class Tracing:
     def _send(self, traced: Traced) -> None:
         run = traced.run
         run.error = run.error or self._store.check(traced.blobs)
+        said = (traced.key, traced.sequence, traced.notes, dict(traced.ways))
         try:
-            frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+            frame = encode_ended(run, *said)
         except BaseException as error:
             # Whatever a block saved or raised, encoding it must not take the engine along. Its own
             # code is not run a second time.
             run.error = _safe(error)
             run.saves.made.clear()
             run.saves.shared.clear()
-            frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+            frame = encode_ended(run, *said)
         traced.sent = True
         self.awaited.pop((traced.key, traced.sequence), None)
         if run.error is not None or (not traced.written and not run.recorders):
@@ -235,7 +234,7 @@ class Tracing:
             run = decode_run(block, decoder, traced, self._extra)
             run.limit = self.limit
         effects = effects_of(code, run.scope, self._watch.places.tree)
-        traced.wants = wants_of(effects, self._tree, self._taps)
+        traced.wants = wants_of(effects, self._tree)
         if "source" in code.compiled.co_names:
             for path in effects.sources():
                 self._watch.watch_source(path)

@@ -6,7 +6,6 @@ this list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +47,12 @@ SETTINGS = (
 )
 
 
-def apply(arguments: dict[str, Any], taps: str | Sequence[str] = RESID) -> dict[str, Any]:
+def apply(arguments: dict[str, Any]) -> dict[str, Any]:
     """Engine arguments with ours among them.
 
     Args:
-        taps: patterns of the locations that stay reachable where the model runs compiled.
+        arguments: vLLM's, and `taps`: patterns of the locations that stay reachable where the model
+            runs compiled.
 
     Raises:
         ValueError: the caller asks for another value of a forced setting.
@@ -66,6 +66,7 @@ def apply(arguments: dict[str, Any], taps: str | Sequence[str] = RESID) -> dict[
                 f"{setting.reason}."
             )
         chosen[setting.name] = setting.value if setting.forced else given
+    taps = chosen.pop("taps", RESID)
     patterns = [taps] if isinstance(taps, str) else list(taps)
     chosen["additional_config"] = {
         **(chosen.get("additional_config") or {}),

@@ -17,13 +17,13 @@ from torch import Tensor
 from nnsight_core.errors import EngineError, WriteError
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Location, Phase
+from nnsight_core.wants import Way
 from nnsight_vllm_worker.copies import Copies, Seat, spans_of, take_rows
 from nnsight_vllm_worker.deferred import Deferred, parts_of
 from nnsight_vllm_worker.requests import Tracing
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.traced import Arrival, Part, Traced
-from nnsight_vllm_worker.wants import Way
 
 
 class Steps:
@@ -99,7 +99,7 @@ class Steps:
         if seat.entry.draws and (traced.run.ready(seat.entry.step) or traced.run.recorders):
             want = traced.wants.later if seat.entry.step else traced.wants.first
             way, seat.logits = want.way, want.logits
-            seat.taps.update(dict.fromkeys(want.taps))
+            seat.taps.update((self.taps.named[name], None) for name in want.taps)
         for location, _ in seat.observed:
             reachable = location in self.taps.taps
             looks = Way.INTERLEAVED if traced.written else Way.DEFERRED

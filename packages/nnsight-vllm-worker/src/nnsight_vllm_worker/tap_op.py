@@ -25,7 +25,9 @@ ADD, SCALE, SET, PROJECT = 1, 2, 3, 4
 
 
 _LIBRARY = torch.library.Library("nnsight", "FRAGMENT")
-_TABLES = "Tensor slots, Tensor entries, Tensor operands, Tensor masks, Tensor kinds, Tensor factors"
+_TABLES = (
+    "Tensor slots, Tensor entries, Tensor operands, Tensor masks, Tensor kinds, Tensor factors"
+)
 
 
 def tap(

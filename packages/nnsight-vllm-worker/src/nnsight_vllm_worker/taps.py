@@ -54,6 +54,7 @@ class Taps:
 
     Attributes:
         taps: by location, in the order of the forward pass.
+        named: their locations, by name.
         slots: how many rows a pass can copy within graphs.
         bytes: of device memory, slabs and tables together.
     """
@@ -77,6 +78,7 @@ class Taps:
         self.slots = min(max(fit, FEWEST), MOST, rows)
         self.device = device
         self.taps: dict[Location, Tap] = {}
+        self.named: dict[str, Location] = {}
         count = sum(len(record.seen[at]) for at in chosen)
         widest = max((_width(i) for at in chosen for i in record.seen[at]), default=1)
         self._map = torch.full((rows,), -1, dtype=torch.int32, device=device)
@@ -129,9 +131,12 @@ class Taps:
 
     def bind(self, places: Places) -> None:
         """Take the locations of these places, which runs will ask for."""
-        bound = [tap._replace(location=places.location(at.path, at.side))
-                 for at, tap in self.taps.items()]
+        bound = [
+            tap._replace(location=places.location(at.path, at.side))
+            for at, tap in self.taps.items()
+        ]
         self.taps = {tap.location: tap for tap in bound}
+        self.named = {str(at): at for at in self.taps}
 
     def around(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A module's forward with its taps, for passes that run as plain Python."""
@@ -189,8 +194,10 @@ class Taps:
             every = torch.stack([slab[first : first + rows] for _, _, slab in slabs])
             for (at, index, _), copy in zip(slabs, every.unbind(0), strict=True):
                 made[at, index] = copy
-        return {at: self.value(at, [made[at, i] for i in range(len(self.taps[at].infos))])
-                for at in wanted}
+        return {
+            at: self.value(at, [made[at, i] for i in range(len(self.taps[at].infos))])
+            for at in wanted
+        }
 
     def value(self, at: Location, tensors: list[Tensor]) -> Any:
         """The value of a tap, built as the module builds it, of these tensors."""
@@ -201,9 +208,12 @@ class Taps:
         ]
         return _filled(tap.form, shaped)
 
-    def listen(self, wanted: Iterable[Location], sink: Callable[[Location, list[Tensor]], None]) -> None:
+    def listen(
+        self, wanted: Iterable[Location], sink: Callable[[Location, list[Tensor]], None]
+    ) -> None:
         """Have `sink` called with the tensors of these taps in the pass that begins now."""
         for at in wanted:
+
             def call(tensors: list[Tensor], at: Location = at) -> None:
                 sink(at, tensors)
 
@@ -238,8 +248,10 @@ def _unfit(record: Record, at: Location) -> str | None:
     if not infos:
         return "it holds no tensors"
     for info in infos:
-        if not info.shape or info.shape[0] != TOKENS or not all(
-            isinstance(dim, int) for dim in info.shape[1:]
+        if (
+            not info.shape
+            or info.shape[0] != TOKENS
+            or not all(isinstance(dim, int) for dim in info.shape[1:])
         ):
             return f"it holds a tensor of shape {info}, which is not one row per token"
         if _width(info) > _WIDEST:

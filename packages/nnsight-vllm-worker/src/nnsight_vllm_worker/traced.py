@@ -10,11 +10,11 @@ from nnsight_core.errors import EngineError
 from nnsight_core.interleaver import Observed
 from nnsight_core.locations import Location
 from nnsight_core.run import Run
+from nnsight_core.wants import Wants
 from nnsight_core.wire.messages import WarningData
 from nnsight_vllm_worker.pieces import Pieces
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.vllm_ports.ending import Ending
-from nnsight_vllm_worker.wants import Wants
 from nnsight_vllm_worker.written import Written
 
 

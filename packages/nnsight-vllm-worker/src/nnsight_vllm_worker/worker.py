@@ -20,8 +20,8 @@ from nnsight_vllm_worker.channel import Sender
 from nnsight_vllm_worker.record import Record, record
 from nnsight_vllm_worker.requests import Tracing
 from nnsight_vllm_worker.rows import RowMap
-from nnsight_vllm_worker.step import Steps
 from nnsight_vllm_worker.settings import EXTENSION
+from nnsight_vllm_worker.step import Steps
 from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.vllm_ports import forward, loading, scheduling, startup
 from nnsight_vllm_worker.vllm_ports.runner_v1 import RunnerV1
@@ -80,7 +80,9 @@ class Loaded:
         self._recording = False
         forward.plain_when(self.port.model, self._plain)
         config = worker.vllm_config.model_config
-        bare = bare_tree(self.port.model, config.served_model_name or config.model, startup.engine())
+        bare = bare_tree(
+            self.port.model, config.served_model_name or config.model, startup.engine()
+        )
         watch = Watch(self.port.model, Interleaver(self.rows, lambda run: None), bare)
         for path, info in bare.modules.items():
             if info.same_as is None and info.operations:
@@ -93,7 +95,10 @@ class Loaded:
         rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
         names = resolve(tree, patterns)
         self.taps = Taps(self.seen, names, patterns, rows, self.port.device)
-        self.tree = tree.model_copy(update={"taps": tuple(map(str, self.taps.taps))})
+        self.compiled = forward.compiles(worker.vllm_config)
+        self.tree = tree.model_copy(
+            update={"compiled": self.compiled, "taps": tuple(map(str, self.taps.taps))}
+        )
         # What is compiled now is the model as vLLM wrote it, with its taps.
         self.taps.install(self.modules)
 
@@ -125,12 +130,11 @@ class Attached:
         self._sender = Sender(address) if worker.rank == 0 else None
         config = worker.vllm_config.model_config
         root = _WorkerRoot(watch.places, "", config)
-        self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle, self.loaded.taps.taps)
+        self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle)
         self.tracing.limit = limit
         self.tracing.record = self._record_inner
         self._interleaver = interleaver
-        compiled = forward.compiles(worker.vllm_config)
-        taps = self.loaded.taps
+        taps, compiled = self.loaded.taps, self.loaded.compiled
         self.steps = self.loaded.steps = Steps(rows, interleaver, self.tracing, taps, compiled)
         port.attach(self.steps)
 

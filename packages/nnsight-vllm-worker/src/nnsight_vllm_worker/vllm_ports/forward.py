@@ -24,7 +24,6 @@ from torch import nn
 from nnsight_core.errors import EngineError
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes
 
-
 CONFIG = "nnsight"
 """Our entry of vLLM's `additional_config`."""
 

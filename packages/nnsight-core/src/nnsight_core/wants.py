@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
 from nnsight_core.effects import FIRST, Access, Effects
-from nnsight_core.locations import Location
 from nnsight_core.tree import ModelTree
 
 
@@ -33,33 +31,38 @@ class Want:
 
     Attributes:
         way: the fastest way that gives it.
-        taps: the taps that it may read or write.
+        taps: the taps that it may read or write, by name.
         logits: whether it may read the logits.
         why: why no faster way will do, in words; empty for the fastest.
     """
 
     way: Way
-    taps: tuple[Location, ...]
+    taps: tuple[str, ...]
     why: str
     logits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a block wants of its request's first step, and of each later one that it looks at."""
+    """What a block wants of its request's first step, and of each later one that it looks at.
+
+    Attributes:
+        loops: whether it looks at later steps at all.
+    """
 
     first: Want
     later: Want
+    loops: bool
 
 
-def wants_of(effects: Effects, tree: ModelTree, taps: Collection[Location]) -> Wants:
-    """What a block wants of its steps on an engine with these taps."""
-    by_name = {str(at): at for at in taps}
+def wants_of(effects: Effects, tree: ModelTree) -> Wants:
+    """What a block wants of its steps on an engine with the taps of this tree."""
     later = [a for a in effects.reads if a.when != FIRST or effects.loose]
     wrote = [a for a in effects.writes if a.when != FIRST or effects.loose]
     return Wants(
-        _want(effects, effects.reads, effects.writes, tree, by_name),
-        _want(effects, later, wrote, tree, by_name),
+        _want(effects, effects.reads, effects.writes, tree),
+        _want(effects, later, wrote, tree),
+        effects.loops,
     )
 
 
@@ -68,24 +71,27 @@ def _want(
     reads: list[Access],
     writes: list[Access],
     tree: ModelTree,
-    taps: dict[str, Location],
 ) -> Want:
+    if not tree.compiled:
+        return Want(Way.EAGER, (), "this engine compiles nothing")
     if effects.opaque:
         why = "it hands values to a function whose text is not part of the block"
         return Want(Way.EAGER, (), why)
-    found: dict[Location, None] = {}
+    found: set[str] = set()
     for access in [*reads, *writes]:
         if not _of_forward(access):
             continue
         names = _names(access, tree)
-        untapped = next((name for name in names if name not in taps), None)
+        untapped = next((name for name in names if name not in tree.taps), None)
         if untapped is not None:
             return Want(Way.EAGER, (), f"line {access.line}: {untapped} is not a tap")
-        found.update(dict.fromkeys(taps[name] for name in names))
-    ordered = tuple(at for at in taps.values() if at in found)
+        found.update(names)
+    ordered = tuple(name for name in tree.taps if name in found)
     for access in writes:
         if access.side == "input":
-            why = f"line {access.line}: {access.path}.input is written, which only the eager way can"
+            why = (
+                f"line {access.line}: {access.path}.input is written, which only the eager way can"
+            )
             return Want(Way.EAGER, (), why)
         if _of_forward(access):
             why = f"line {access.line}: {access.path}.{access.side} is written by Python"
