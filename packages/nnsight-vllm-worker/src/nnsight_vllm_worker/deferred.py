@@ -5,8 +5,8 @@ the device; the blocks run on the copies when the next pass is on its way, on a 
 with the same order of calls as in any other pass. So they are one pass late and no later, and what
 they wait for (a number, a save) is waited for beside the engine's work and not within it.
 
-They run in the engine's own thread: what a block sets of PyTorch and Python (`isolation`) belongs to
-the process, so that a thread of their own would let it leak into the engine's work.
+They run in the engine's own thread: what a block sets of PyTorch and Python (`isolation`) belongs
+to the process, so that a thread of their own would let it leak into the engine's work.
 """
 
 from __future__ import annotations

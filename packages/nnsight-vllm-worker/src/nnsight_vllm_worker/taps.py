@@ -1,13 +1,14 @@
 """Taps: locations whose values are reachable while vLLM runs compiled code and CUDA graphs.
 
 At a tap stands an operation (`tap_op`) that vLLM compiles and captures with the rest. Each tap owns
-a slab of device memory with a fixed number of slots; before a pass, the rows that somebody wants are
-given slots, and one copy after it takes them all. What does not fit (long prompts) is copied where
-the operation's own Python runs, in a pass without graphs.
+a slab of device memory with a fixed number of slots; before a pass, the rows that somebody wants
+are given slots, and one copy after it takes them all. What does not fit (long prompts) is copied
+where the operation's own Python runs, in a pass without graphs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -91,7 +92,7 @@ class Taps:
         number = 0
         for at in chosen:
             infos = record.seen[at]
-            # Memory of its own for each: of two views of one piece, PyTorch's compiler makes copies.
+            # Memory of its own for each: of views of one piece, PyTorch's compiler makes copies.
             slabs = [
                 torch.zeros(self.slots, _width(info), dtype=_dtype(info), device=device)
                 for info in infos
@@ -203,7 +204,7 @@ class Taps:
         """The value of a tap, built as the module builds it, of these tensors."""
         tap = self.taps[at]
         shaped = [
-            t.view(t.shape[0], *info.shape[1:]) if t.dim() != len(info.shape) else t
+            t.view(t.shape[0], *_inner(info)) if t.dim() != len(info.shape) else t
             for t, info in zip(tensors, tap.infos, strict=True)
         ]
         return _filled(tap.form, shaped)
@@ -229,11 +230,12 @@ def _kind(info: TensorInfo) -> tuple[str, int]:
     return info.dtype, _width(info)
 
 
+def _inner(info: TensorInfo) -> list[int]:
+    return [dim for dim in info.shape[1:] if isinstance(dim, int)]
+
+
 def _width(info: TensorInfo) -> int:
-    width = 1
-    for dim in info.shape[1:]:
-        width *= dim if isinstance(dim, int) else 1
-    return width
+    return math.prod(_inner(info))
 
 
 def _dtype(info: TensorInfo) -> torch.dtype:

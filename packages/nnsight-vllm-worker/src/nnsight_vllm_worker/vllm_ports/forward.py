@@ -51,8 +51,8 @@ def plain_when(model: nn.Module, wanted: Callable[[], bool]) -> None:
     check_attributes(forward_context.ForwardContext, ("__dataclass_fields__",))
     if "skip_compiled" not in forward_context.ForwardContext.__dataclass_fields__:
         raise EngineError(
-            "vLLM's forward context lacks `skip_compiled`, on which nnsight relies. Versions 0.26.0 "
-            "and 0.27.1 are known to work."
+            "vLLM's forward context lacks `skip_compiled`, on which nnsight relies. Versions "
+            "0.26.0 and 0.27.1 are known to work."
         )
     if not getattr(model, "do_not_compile", True):
         raise EngineError(

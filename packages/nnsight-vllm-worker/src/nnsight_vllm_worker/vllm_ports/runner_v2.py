@@ -2,15 +2,15 @@
 
 Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/worker/gpu/model_runner.py`):
 - `execute_model(scheduler_output, dummy_run=)` updates the requests' states, asks
-  `cudagraph_manager.dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras=)` once how
-  the step is to run, and runs the model. A description of mode NONE, with the numbers as they are,
-  is a step without graphs.
+  `cudagraph_manager.dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras=)` once
+  how the step is to run, and runs the model. A description of mode NONE, with the numbers as they
+  are, is a step without graphs.
 - the batch's order is `sort_batch_req_ids(num_scheduled_tokens, decode_query_len)`. Of a request,
   `req_states.num_computed_tokens_np` tokens have run and `req_states.prefill_len.np` were known
   when it came; each later one is known when it is drawn.
-- `sample_tokens` calls `sample(hidden_states, input_batch, grammar_output)`, which calls the model's
-  `compute_logits` (`[requests, vocab]`) and gives back first an output whose `sampled_token_ids` are
-  `[requests, 1]`.
+- `sample_tokens` calls `sample(hidden_states, input_batch, grammar_output)`, which calls the
+  model's `compute_logits` (`[requests, vocab]`) and gives back first an output whose
+  `sampled_token_ids` are `[requests, 1]`.
 - a request that was preempted comes again among the new ones, under its old id.
 - `_dummy_run(num_tokens, skip_attn=True, is_profile=True)` runs the model without requests, graphs
   and keys and values, and gives back its hidden states.
@@ -80,7 +80,8 @@ class RunnerV2:
 
     def attach(self, steps: Steps) -> None:
         """From now on, report every step."""
-        runner, model, graphs = self._runner, self.model, self._runner.cudagraph_manager
+        runner, graphs = self._runner, self._runner.cudagraph_manager
+        model: Any = self.model
         check_methods(graphs, {"dispatch": ("num_reqs", "num_tokens", "num_active_loras")})
         execute, dispatch = runner.execute_model, graphs.dispatch
         sample_tokens, sample, head = runner.sample_tokens, runner.sample, model.compute_logits
