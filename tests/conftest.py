@@ -98,6 +98,17 @@ def _engine(path: str, **arguments: Any) -> VLLM:
     return VLLM(path, dispatch=True, **settings)
 
 
+def _compiled(path: str, **arguments: Any) -> VLLM:
+    """An engine as vLLM builds it by default: compiled, on a GPU with CUDA graphs."""
+    import torch
+
+    torch._dynamo.config.disable = False
+    graphs = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+        return _engine(path, enforce_eager=False, compilation_config=graphs, **arguments)
+
+
 def _small_engine(name: str) -> VLLM:
     # Blocks for a few hundred short requests at once; the space set above is a gibibyte per engine.
     return _engine(_prepare(name), num_gpu_blocks_override=300)
@@ -131,6 +142,21 @@ def tight(gpt2_path: str) -> Iterator[VLLM]:
     room = {"max_num_batched_tokens": 40, "max_num_seqs": 6}
     memory = {"block_size": 16, "num_gpu_blocks_override": 20}
     with _engine(gpt2_path, **room, **memory) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def compiled_gpt2(gpt2_path: str) -> Iterator[VLLM]:
+    """The GPT-2, compiled, with taps beside the default ones."""
+    taps = ["resid", "transformer.h.*.mlp.output", "transformer.h.*.attn.input"]
+    with _compiled(gpt2_path, taps=taps) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def compiled_llama(llama_path: str) -> Iterator[VLLM]:
+    """The Llama, compiled, with the default taps."""
+    with _compiled(llama_path) as model:
         yield model
 
 

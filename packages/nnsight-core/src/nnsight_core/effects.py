@@ -478,7 +478,8 @@ class _Walk(ast.NodeVisitor):
         return held
 
     def cache(self, node: ast.Call) -> None:
-        """`tracer.cache(modules)` reads what it is given, or everything."""
+        """`tracer.cache(modules)` reads what it is given, or everything, in every step."""
+        self.effects.loops = True
         given = [k.value for k in node.keywords if k.arg == "modules"] or node.args[:1]
         paths = [path for part in given for path in self.paths(part)] or [_EVERY]
         for path in paths:

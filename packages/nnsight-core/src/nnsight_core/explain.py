@@ -10,7 +10,7 @@ from nnsight_core.effects import Text, text_of
 from nnsight_core.errors import NotATapError
 from nnsight_core.scope import call_block, target_names
 from nnsight_core.tree import ModelTree
-from nnsight_core.wants import Want, Wants, Way, wants_of
+from nnsight_core.wants import NOTHING, Want, Wants, Way, wants_of
 
 _MEANS = {
     Way.PLAIN: "vLLM's own step; nothing of the block runs",
@@ -38,17 +38,14 @@ class Explanation:
 
     @property
     def first(self) -> Want:
-        return self.wants.first if self.wants else _NOTHING
+        return self.wants.at(0) if self.wants else NOTHING
 
     @property
     def later(self) -> Want:
-        return self.wants.later if self.wants and self.wants.loops else _NOTHING
+        return self.wants.at(1) if self.wants else NOTHING
 
     def __str__(self) -> str:
         return f"step 0: {_line(self.first)}\nlater steps: {_line(self.later)}"
-
-
-_NOTHING = Want(Way.PLAIN, (), "")
 
 
 def text_of_invoke(invoke: Invoke) -> Text | None:

@@ -54,6 +54,13 @@ class Wants:
     later: Want
     loops: bool
 
+    def at(self, step: int) -> Want:
+        """What it wants of one step, if its block looks at it."""
+        return self.first if step == 0 else self.later if self.loops else NOTHING
+
+
+NOTHING = Want(Way.PLAIN, (), "", False)
+
 
 def wants_of(effects: Effects, tree: ModelTree) -> Wants:
     """What a block wants of its steps on an engine with the taps of this tree."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nnsight_core.interleaver import Interleaver, Observed
 from nnsight_core.locations import Location
+from nnsight_core.wants import Way
 from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.traced import Entry
 
@@ -25,6 +26,7 @@ class Seat:
         observed: what looks on besides its block.
         taps: the taps that it may want.
         logits: whether it wants the logits.
+        way: the fastest way that gives it what it wants.
     """
 
     entry: Entry
@@ -32,6 +34,7 @@ class Seat:
     observed: list[Observed]
     taps: dict[Location, None] = field(default_factory=dict)
     logits: bool = False
+    way: Way = Way.PLAIN
 
 
 class Copies:

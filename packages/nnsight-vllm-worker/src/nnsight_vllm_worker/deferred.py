@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nnsight_core.interleaver import Interleaver
+from nnsight_core.interleaver import Interleaver, Observed
 from nnsight_core.locations import LOGITS, SAMPLES, Phase
+from nnsight_core.run import Run
 from nnsight_core.values import flat
+from nnsight_core.wants import Way
 from nnsight_vllm_worker.copies import Copies, Seat, take_rows
 from nnsight_vllm_worker.requests import Tracing
 from nnsight_vllm_worker.rows import RowMap
@@ -91,7 +92,8 @@ class Deferred:
         for seat in seats:
             seat.entry.take(self.rows)
         interleaver.reachable = seen.copies.values.keys()
-        interleaver.begin(*parts_of(seats))
+        runs, observed = parts_of(seats, Way.DEFERRED)
+        interleaver.begin(runs, observed)
         seen.copies.visit(interleaver)
         interleaver.advance(Phase.LOGITS)
         if seen.logits is not None:
@@ -123,11 +125,14 @@ class Deferred:
             yield
 
 
-def parts_of(seats: list[Seat]) -> tuple[list[Any], list[Any]]:
-    """The runs that take part in a pass, and what looks on besides them."""
-    runs = [
-        seat.entry.traced.run
-        for seat in seats
-        if seat.entry.draws and (seat.entry.traced.run.ready() or seat.entry.traced.run.recorders)
-    ]
+def parts_of(seats: list[Seat], way: Way) -> tuple[list[Run], list[Observed]]:
+    """The runs that take part in a pass of this way, and what looks on besides them."""
+    runs = []
+    for seat in seats:
+        traced = seat.entry.traced
+        if seat.entry.draws:
+            takes_part = traced.run.ready() or bool(traced.run.recorders)
+            traced.ways[(way if takes_part else Way.PLAIN).name.lower()] += 1
+            if takes_part:
+                runs.append(traced.run)
     return runs, [each for seat in seats for each in seat.observed]

@@ -75,12 +75,11 @@ class Steps:
         if not self.tracing.requests:
             return
         seats = [seat for row, part in enumerate(batch) if (seat := self._enter(row, part))]
-        ways = [self._way(seat) for seat in seats]
-        self.way = max(ways, default=Way.PLAIN)
+        self.way = max([self._way(seat) for seat in seats], default=Way.PLAIN)
         if self.way >= Way.INTERLEAVED:
             self._run_within(batch, seats)
         elif seats:
-            self._copy_from(batch, seats, ways)
+            self._copy_from(batch, seats)
 
     def _enter(self, row: int, part: Part) -> Seat | None:
         traced = self.tracing.requests.get(part.request)
@@ -97,7 +96,7 @@ class Steps:
         """The fastest way that gives a request what it wants of this pass."""
         traced, way = seat.entry.traced, Way.PLAIN
         if seat.entry.draws and (traced.run.ready(seat.entry.step) or traced.run.recorders):
-            want = traced.wants.later if seat.entry.step else traced.wants.first
+            want = traced.wants.at(seat.entry.step)
             way, seat.logits = want.way, want.logits
             seat.taps.update((self.taps.named[name], None) for name in want.taps)
         for location, _ in seat.observed:
@@ -107,7 +106,7 @@ class Steps:
             seat.taps[location] = None
         if way is not Way.PLAIN and not self._compiled:
             way = Way.EAGER
-        traced.ways[way.name.lower()] += seat.entry.draws
+        seat.way = way
         return way
 
     def _run_within(self, batch: list[Part], seats: list[Seat]) -> None:
@@ -129,15 +128,13 @@ class Steps:
             reachable = [at for at in self.taps.taps if any(at in seat.taps for seat in seats)]
             self.interleaver.reachable = reachable
             self.taps.listen(reachable, self._visit)
-        for seat in seats:
-            seat.entry.take(self.rows)
-        self.interleaver.begin(*parts_of(seats))
+        self._begin(seats)
 
-    def _copy_from(self, batch: list[Part], seats: list[Seat], ways: list[Way]) -> None:
+    def _copy_from(self, batch: list[Part], seats: list[Seat]) -> None:
         """Begin a pass of vLLM's own, of which copies are kept."""
         tokens = [part.tokens for part in batch]
-        after = [seat for seat, way in zip(seats, ways, strict=True) if way is Way.AFTER]
-        later = [seat for seat, way in zip(seats, ways, strict=True) if way is not Way.AFTER]
+        after = [seat for seat in seats if seat.way is Way.AFTER]
+        later = [seat for seat in seats if seat.way is not Way.AFTER]
         if any(self.deferred.holds(seat.entry.traced) for seat in after):
             self.deferred.run()
         if later:
@@ -189,11 +186,15 @@ class Steps:
         order = [(key, rows, live, copies.seats[i].row) for key, rows, live, i in copies.order()]
         self.rows.place_copies(order, requests)
         self._within = copies.seats
-        for seat in copies.seats:
-            seat.entry.take(self.rows)
         self.interleaver.reachable = copies.values.keys()
-        self.interleaver.begin(*parts_of(copies.seats))
+        self._begin(copies.seats)
         copies.visit(self.interleaver)
+
+    def _begin(self, seats: list[Seat]) -> None:
+        for seat in seats:
+            seat.entry.take(self.rows)
+        runs, observed = parts_of(seats, self.way)
+        self.interleaver.begin(runs, observed)
 
     def samples(self, samples: Tensor) -> None:
         """The sampled ids, `[requests, 1]`, before the engine goes on with them."""
