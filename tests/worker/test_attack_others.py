@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import nnsight_core
 from nnsight_core import LateWriteError, LocationError, WriteError
 from nnsight_core.run import current_run
-from tests.fixtures.attack import GREEDY, READER, UNMET, assert_beside, harmless
+from tests.fixtures.attack import GREEDY, READER, assert_beside, harmless
 
 pytest_plugins = ["tests.fixtures.attack"]
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -116,7 +116,6 @@ class Late(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@UNMET
 @pytest.mark.parametrize("way", ["output", "input", "logits", "skip"])
 def test_a_class_of_tensors_runs_no_code_outside_its_block(
     gpt2: Any, normal: Any, way: str

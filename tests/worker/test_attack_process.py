@@ -80,9 +80,9 @@ def test_a_thread_that_outlives_its_block_reaches_nothing(gpt2: Any, normal: Any
     ("when", "way"),
     [
         ("late", "switch"),
-        pytest.param("at once", "switch", marks=UNMET),
+        ("at once", "switch"),
         ("late", "throw"),
-        pytest.param("at once", "throw", marks=UNMET),
+        ("at once", "throw"),
     ],
 )
 def test_a_block_that_switches_greenlets_itself(

@@ -23,6 +23,7 @@ from nnsight_core.locations import RESULT
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
 from nnsight_core.watch import Watch
+from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import code_of, decode_run, encode_ended
 from nnsight_core.wire.code import CodeDecoder
 from nnsight_core.wire.frames import Frame, read_frame
@@ -122,7 +123,7 @@ class Tracing:
             traced.written = Written(self._rows, self._allowance)
             traced.reads = message.block.reads
             traced.ending = Ending(request, arrival.prompt, params, self._config)
-            traced.run = self._run(message, frame, traced)
+            traced.run = WATCHDOG.call(self.limit, self._run, message, frame, traced)
         except BaseException as error:
             # What cannot be made into a run is an error of this request alone, whatever the user's
             # code raises as it is loaded.
@@ -181,19 +182,22 @@ class Tracing:
         run = traced.run
         run.error = run.error or self._store.check(traced.blobs)
         try:
-            frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+            frame = WATCHDOG.call(self.limit, self._encoded, traced)
         except BaseException as error:
             # Whatever a block saved or raised, encoding it must not take the engine along. Its own
             # code is not run a second time.
             run.error = _safe(error)
             run.saves.made.clear()
             run.saves.shared.clear()
-            frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+            frame = self._encoded(traced)
         traced.sent = True
         self.awaited.pop((traced.key, traced.sequence), None)
         if run.error is not None or (not traced.written and not run.recorders):
             self.gone(traced.request)
         self._emit(frame)
+
+    def _encoded(self, traced: Traced) -> Frame:
+        return encode_ended(traced.run, traced.key, traced.sequence, traced.notes)
 
     def printed(self, traced: Traced, text: str) -> None:
         """A block printed something."""
