@@ -181,9 +181,12 @@ class Run:
 
     def _astray(self) -> None:
         """End a block that has given control back without having parked or ended."""
-        error = self.error or NotSupportedError("A block cannot switch greenlets itself.")
+        error = self.error
+        if error is None and self._worker is not None and not self._worker.dead:
+            error = NotSupportedError("A block cannot switch greenlets itself.")
         self.kill()
-        self.error = error
+        # A greenlet that has ended without a word was ended by the time limit, in our own code.
+        self.error = error or self._timeout(BlockTimeout())
 
     def kill(self) -> None:
         """End the block where it is parked, if it is; it cannot park again."""

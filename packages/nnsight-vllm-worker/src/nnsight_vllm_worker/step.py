@@ -43,7 +43,11 @@ class Steps:
         self._drawing: list[tuple[int, Traced]] = []
 
     def requests(self, new: list[Arrival], gone: set[str]) -> None:
-        """Requests come and go."""
+        """Requests come and go; a pass before that was interrupted is over."""
+        if self.way is not Way.PLAIN:
+            self.way = Way.PLAIN
+            self._drawing.clear()
+            self.interleaver.advance(Phase.OVER)
         for request in gone:
             self.tracing.gone(request)
         for arrival in new:
