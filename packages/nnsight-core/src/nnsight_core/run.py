@@ -32,7 +32,7 @@ from nnsight_core.past import RECENT, Past
 from nnsight_core.saves import Saves
 from nnsight_core.shared import offer
 from nnsight_core.traceback import traceback_to
-from nnsight_core.values import all_plain
+from nnsight_core.values import all_plain, refilled
 from nnsight_core.wall import behind_wall
 from nnsight_core.watchdog import WATCHDOG
 
@@ -298,8 +298,9 @@ class Run:
 
     def write(self, location: Location, value: Any) -> None:
         """Replace the value at a location by one of the same rows, width and dtype."""
-        check_replacement(location, self.read(location), value)
-        self.value = all_plain(value)
+        old = self.read(location)
+        check_replacement(location, old, value)
+        self.value = refilled(old, value)
 
     def skip(self, path: str, entry: Location, output: Location, value: Any) -> None:
         """Replace what a module will give back by `value`, which may not depend on what it does."""
