@@ -490,17 +490,27 @@ class Loaded:
         sys.exit("while it is loaded")
 
 
-@pytest.mark.parametrize("way", ["exit", "spin", "class"])
+CATCHES = """
+while True:
+    try:
+        [0 for _ in iter(int, 1)]
+    except BaseException:
+        continue
+"""
+
+
+@pytest.mark.parametrize("way", ["exit", "spin", "catch", "class"])
 def test_what_is_loaded_with_a_block_is_a_part_of_it(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     brought = {
         "exit": lambda: [Reducing(sys.exit, 3)],
         "spin": lambda: [Reducing(eval, "[0 for _ in iter(int, 1)]")],
+        "catch": lambda: [Reducing(exec, CATCHES)],
         "class": lambda: [Loaded],
     }[way]()
     monkeypatch.setattr(sys, "_attack", True, raising=False)
-    with pytest.raises(BlockTimeout if way == "spin" else BlockError):
+    with pytest.raises(BlockTimeout if way in ("spin", "catch") else BlockError):
         with gpt2.trace(temperature=0.0, max_tokens=1) as tracer:
             with tracer.invoke(READER):
                 count = len(brought).save()

@@ -123,7 +123,7 @@ class Tracing:
             traced.written = Written(self._rows, self._allowance)
             traced.reads = message.block.reads
             traced.ending = Ending(request, arrival.prompt, params, self._config)
-            traced.run = WATCHDOG.call(self.limit, self._run, message, frame, traced)
+            traced.run = self._run(message, frame, traced)
         except BaseException as error:
             # What cannot be made into a run is an error of this request alone, whatever the user's
             # code raises as it is loaded.
@@ -227,7 +227,7 @@ class Tracing:
                 pickle=self._pickle,
                 extra=self._extra,
             )
-            run = decode_run(block, decoder, traced, self._extra)
+            run = WATCHDOG.call(self.limit, decode_run, block, decoder, traced, self._extra)
             run.limit = self.limit
         if "source" in code.compiled.co_names:
             effects = effects_of(code, run.scope, self._watch.places.tree)
