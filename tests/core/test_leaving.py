@@ -7,9 +7,11 @@ import sys
 import threading
 
 import pytest
+import torch
 from greenlet import getcurrent, greenlet
+from torch import nn
 
-from nnsight_core import watchdog
+from nnsight_core import BlockTimeout, NotSupportedError, TorchModel, watchdog
 from nnsight_core.leaving import keep, leave_at
 from nnsight_core.watchdog import Watchdog
 
@@ -70,6 +72,21 @@ def test_python_goes_on_as_before(dog: Watchdog) -> None:
     finally:
         sys.settrace(before)
     assert events == ["call"]
+
+
+@pytest.mark.parametrize("way", ["raise", "throw", "switch"])
+def test_a_block_without_a_limit_may_do_what_a_time_limit_does(way: str) -> None:
+    model = TorchModel(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(NotSupportedError if way == "switch" else BlockTimeout):
+        with model.trace(torch.ones(1, 2)):
+            model[0].output
+            if way == "raise":
+                raise BlockTimeout
+            parent = getcurrent().parent
+            parent.throw(BlockTimeout()) if way == "throw" else parent.switch()
+    with model.trace(torch.ones(1, 2)):
+        hidden = model[0].output.save()
+    assert hidden.shape == (1, 2)
 
 
 def test_what_has_ended_is_not_kept() -> None:

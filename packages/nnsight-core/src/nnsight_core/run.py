@@ -174,8 +174,10 @@ class Run:
                 self._close()
             elif self.waits_for is None:
                 self.error = self._timeout(late)
-        except BaseException as thrown:  # by the block, at the greenlet that it runs under
-            self.error = thrown
+        except BaseException as thrown:
+            if self.dead or self.waits_for is not None:
+                raise
+            self.error = thrown  # by the block, at the greenlet that it runs under
         finally:
             self._isolation.leave()
 
@@ -351,6 +353,8 @@ class Run:
         self.scope.pop(SAVE, None)
 
     def _timeout(self, error: BlockTimeout) -> BlockTimeout:
+        if self.limit is None:
+            return error  # a block may raise one itself
         timeout = BlockTimeout(
             f"The block ran for more than {self.limit:g} s without giving control back to the "
             "engine, which all requests share. Do the work outside the block, or raise the limit "
