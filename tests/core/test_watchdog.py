@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from greenlet import GreenletExit
 
 from nnsight_core import BlockTimeout, watchdog
 from nnsight_core.watchdog import Watchdog
@@ -49,6 +50,28 @@ def test_what_others_make_of_the_error_is_a_timeout(dog: Watchdog) -> None:
 
     with pytest.raises(BlockTimeout):
         dog.call(0.01, wrap)
+
+
+def test_what_catches_the_error_for_ever_is_left(dog: Watchdog) -> None:
+    def catch() -> None:
+        while True:
+            try:
+                spin()
+            except BaseException:
+                continue
+
+    for _ in range(2):
+        with pytest.raises(BlockTimeout, match="more than 0.01 s"):
+            dog.call(0.01, catch)
+    assert dog.call(9, int, "3") == 3
+
+
+def test_a_greenlet_that_is_told_to_end_is_an_error(dog: Watchdog) -> None:
+    def end() -> None:
+        raise GreenletExit
+
+    with pytest.raises(GreenletExit):
+        dog.call(9, end)
 
 
 def test_no_error_comes_once_control_is_back(dog: Watchdog) -> None:

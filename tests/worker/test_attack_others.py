@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 import nnsight_core
 from nnsight_core import LateWriteError, LocationError, WriteError
 from nnsight_core.run import current_run
-from tests.fixtures.attack import GREEDY, READER, UNMET, assert_beside, harmless
+from tests.fixtures.attack import GREEDY, READER, assert_beside, harmless
 
 pytest_plugins = ["tests.fixtures.attack"]
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -116,27 +117,64 @@ class Late(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@UNMET
+class LateKernels(torch.Tensor):
+    """Does so one level below."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if current_run() is None:
+            raise SystemExit("outside")
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Late, LateKernels])
 @pytest.mark.parametrize("way", ["output", "input", "logits", "skip"])
 def test_a_class_of_tensors_runs_no_code_outside_its_block(
-    gpt2: Any, normal: Any, way: str
+    gpt2: Any, normal: Any, kind: Any, way: str
 ) -> None:
     def replaces(model: Any, tracer: Any) -> Any:
         module = model.transformer.h[3].mlp
         for _ in tracer.iter[:2]:
             if way == "output":
-                module.output = module.output.as_subclass(Late)
+                module.output = module.output.as_subclass(kind)
             elif way == "input":
-                module.input = module.input.as_subclass(Late)
+                module.input = module.input.as_subclass(kind)
             elif way == "skip":
-                module.skip(module.input.as_subclass(Late))
+                module.skip(module.input.as_subclass(kind))
             else:
-                model.logits = model.logits.as_subclass(Late)
+                model.logits = model.logits.as_subclass(kind)
             hidden = model.samples
-        return torch.ones(3).as_subclass(Late)
+        return torch.ones(3).as_subclass(kind)
 
     kept = assert_beside(gpt2, normal, replaces)
     assert type(kept) is torch.Tensor and kept.tolist() == [1, 1, 1]
+
+
+class Container(tuple):  # type: ignore[type-arg]
+    """Runs code of its own wherever it is looked into outside a block."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if current_run() is None:
+            raise SystemExit("outside")
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("way", ["none", "output", "inputs", "skip"])
+def test_a_class_of_containers_runs_no_code_outside_its_block(llama: Any, way: str) -> None:
+    with llama.trace(**GREEDY) as tracer:
+        with tracer.invoke(READER):
+            pair = llama.model.layers[4].output.save()
+        with tracer.invoke(READER):
+            layer = llama.model.layers[2]
+            if way == "output":
+                layer.output = Container(layer.output)
+            elif way == "inputs":
+                layer.inputs = Container(layer.inputs)
+            elif way == "skip":
+                layer.skip(Container(layer.inputs[0][1:]))
+            other = llama.model.layers[4].output.save()
+    assert all(map(torch.equal, pair, other)) == (way != "skip")
 
 
 # -- values of others ----------------------------------------------------------------------------

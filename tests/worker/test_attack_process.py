@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnsight_core import LateWriteError, LocationError, NotSupportedError
-from tests.fixtures.attack import READER, STEPS, UNMET, assert_beside, beside, harmless, tracing
+from tests.fixtures.attack import READER, STEPS, assert_beside, beside, harmless, tracing
 
 pytest_plugins = ["tests.fixtures.attack"]
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -80,9 +80,9 @@ def test_a_thread_that_outlives_its_block_reaches_nothing(gpt2: Any, normal: Any
     ("when", "way"),
     [
         ("late", "switch"),
-        pytest.param("at once", "switch", marks=UNMET),
+        ("at once", "switch"),
         ("late", "throw"),
-        pytest.param("at once", "throw", marks=UNMET),
+        ("at once", "throw"),
     ],
 )
 def test_a_block_that_switches_greenlets_itself(
@@ -264,7 +264,6 @@ def test_signal_handlers_are_the_process_own(gpt2: Any, normal: Any) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-@UNMET
 def test_a_forward_pass_that_is_interrupted_leaves_nothing(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

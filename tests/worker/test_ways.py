@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nnsight_core import NotATapError
-from nnsight_core.wants import Way
+from nnsight_core.wants import Want, Wants, Way
+from nnsight_vllm_worker import requests
 
 PROMPT = "The Eiffel Tower is in the city of"
 STEPS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
@@ -89,10 +90,11 @@ def assigns_at_a_tap(model: Any) -> Any:
 
 
 def reads_what_is_no_tap(model: Any) -> Any:
+    layer = layers(model)
     with model.trace(PROMPT, **STEPS) as tracer:
         seen = [].save()
         for _ in tracer.iter[:2]:
-            seen.append(layers(model)[1].input)
+            seen.append(layer[1].mlp.input)
         out = tracer.result.save()
     return seen, out
 
@@ -169,10 +171,10 @@ def test_requests_of_every_way_at_once(compiled_gpt2: Any, gpt2: Any, near: Any)
                     layer[6].output[:] *= -1
                 written = model.logits.save()
             with tracer.invoke("One"):
-                eager = layer[3].mlp.act.output.save()
+                eager = layer[3].mlp.c_fc.output.save()
             with tracer.invoke("Two three four"):
                 pass
-        return (looked[0], banned[1], written[2], eager[3]), tracer.outputs
+        return (looked, banned, written, eager), tracer.outputs
 
     (seen, outputs), (there, expected) = run(compiled_gpt2), run(gpt2)
     agree(seen, there, near)
@@ -208,19 +210,20 @@ def _taps(model: Any) -> Any:
     return core.model_executor.driver_worker.worker._nnsight_loaded.taps
 
 
-def test_a_location_that_the_text_does_not_show(compiled_gpt2: Any) -> None:
+def test_a_location_that_the_text_does_not_show(
+    compiled_gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a block asks for against its text is an error of its request, never another value."""
-    with pytest.raises(NotATapError, match="transformer.h.3.mlp.output|text did not say"):  # noqa: SIM117
-        with compiled_gpt2.trace(PROMPT, **STEPS) as tracer:
-            for step in tracer.iter[:2]:
-                name = "output" if step < 9 else "input"
-                hidden = vars(type(compiled_gpt2))["get"](compiled_gpt2, "transformer.wte")
-                seen = hidden.__getattr__(name).save()
+    nothing = Want(Way.DEFERRED, (), "")
+    monkeypatch.setattr(requests, "wants_of", lambda *_: Wants(nothing, nothing, True))
+    with pytest.raises(NotATapError, match=r"h\.3\.output.*did not say"):
+        with compiled_gpt2.trace(PROMPT, **STEPS):
+            seen = compiled_gpt2.transformer.h[3].output.save()
     assert compiled_gpt2._engine.counts()["live"] == 0
 
 
 def test_only_taps(compiled_gpt2: Any) -> None:
-    with pytest.raises(NotATapError, match=r"line \d+: transformer.h.1.input is not a tap"):  # noqa: SIM117
+    with pytest.raises(NotATapError, match=r"line \d+: transformer.h.1.input is not a tap"):
         with compiled_gpt2.trace(PROMPT, only_taps=True):
             hidden = compiled_gpt2.transformer.h[1].input.save()
     with compiled_gpt2.trace(PROMPT, only_taps=True, max_tokens=1):

@@ -31,7 +31,7 @@ def check_replacement(location: Location, old: Any, new: Any) -> None:
         )
     for (path, was), (_, now) in zip(before, after, strict=True):
         if not isinstance(was, Tensor):
-            if was is not now and not (isinstance(was, SCALARS) and was == now):
+            if was is not now and not (type(now) in SCALARS and was == now):
                 raise WriteError(
                     f"{location}{path} is {was!r:.80}, which is no tensor; other requests may "
                     "share it, so it cannot be replaced."

@@ -19,13 +19,20 @@ from torch import Tensor
 
 from nnsight_core.checks import check_replacement
 from nnsight_core.code import SAVE, Code
-from nnsight_core.errors import BlockTimeout, LocationError, OutOfOrderError
+from nnsight_core.errors import (
+    BlockTimeout,
+    LocationError,
+    NotSupportedError,
+    OutOfOrderError,
+)
 from nnsight_core.isolation import Isolation
+from nnsight_core.leaving import keep, leave_at
 from nnsight_core.locations import STEP, Location
 from nnsight_core.past import RECENT, Past
 from nnsight_core.saves import Saves
 from nnsight_core.shared import offer
-from nnsight_core.values import all_plain
+from nnsight_core.traceback import traceback_to
+from nnsight_core.values import all_plain, refilled
 from nnsight_core.wall import behind_wall
 from nnsight_core.watchdog import WATCHDOG
 
@@ -86,7 +93,7 @@ class Run:
         saves: what it saved.
         recorders: what fills the activation caches of the block.
         notes: warnings about the block: their class, text and line.
-        waits_for: where the block is parked.
+        waits_for: where the block is parked; None while it is not.
         reader: whether the block was read as one that changes nothing in the forward pass.
         limit: how many seconds it may run before it gives control back; None for as long as it
             likes.
@@ -118,6 +125,7 @@ class Run:
         self._frame: FrameType | None = None
         self._line = code.line
         self._worker: _Worker | None = None
+        self._killed = False
         self._isolation = Isolation()
         scope[SAVE] = self._save_method
         scope.setdefault("__builtins__", builtins)
@@ -141,31 +149,79 @@ class Run:
         current = getcurrent()
         if worker.parent is not current:
             worker.parent = current
-        self._isolation.enter()
-        try:
-            self._switch(worker, value, error)
-        finally:
-            self._isolation.leave()
+        self._switch(worker, value, error)
+        if self.waits_for is None and not self.dead:
+            self._astray()
         return None if self.dead else self.waits_for
 
     def _switch(self, worker: _Worker, value: Any, error: BaseException | None) -> None:
-        if self.limit is None:
-            worker.switch(value) if error is None else worker.throw(error)
-            return
+        """Hand control to the block, until it parks, ends, is left, or goes astray."""
+        self.waits_for = None
+        self._isolation.enter()
         try:
-            WATCHDOG.enter(self.limit)
+            if self.limit is None:
+                worker.switch(value) if error is None else worker.throw(error)
+                return
             try:
+                WATCHDOG.enter(self.limit, self._leave)
                 worker.switch(value) if error is None else worker.throw(error)
             finally:
                 WATCHDOG.leave()
-        except BlockTimeout:
-            # It was raised just as the block gave control back, so it no longer matters.
+        except BlockTimeout as late:
+            # It came up in our own code about the block. It no longer matters if the block has
+            # parked or ended, though what that had still to do may be undone.
             WATCHDOG.leave()
+            if self.dead:
+                self._close()
+            elif self.waits_for is None:
+                self.error = self._timeout(late)
+        except BaseException as thrown:
+            if self.dead or self.waits_for is not None:
+                raise
+            self.error = thrown  # by the block, at the greenlet that it runs under
+        finally:
+            self._isolation.leave()
+
+    def _astray(self) -> None:
+        """End a block that has given control back without having parked or ended."""
+        error = self.error
+        if error is None and self._worker is not None and not self._worker.dead:
+            error = NotSupportedError("A block cannot switch greenlets itself.")
+        self.kill()
+        # A greenlet that has ended without a word was ended by the time limit, in our own code.
+        self.error = error or self._timeout(BlockTimeout())
 
     def kill(self) -> None:
-        """End the block where it is parked, if it is."""
+        """End the block where it is parked, if it is; it cannot park again."""
+        self._killed = True
+        worker = self._worker
+        if worker is not None and not worker.dead:
+            self._switch(worker, None, GreenletExit())
+        if not self.dead and self.started:
+            self._abandon(GreenletExit())
+
+    def _leave(self, frame: FrameType) -> None:
+        """Called in the block, which caught what should have ended it: it goes no further."""
+        worker, here = self._worker, getcurrent()
+        if worker is None or here is worker.parent:
+            return
+        traceback = traceback_to(frame, self.code.compiled)
+        if here is worker and traceback is None:
+            return  # the block itself has ended, and what runs is our own code
+
+        def away() -> None:
+            self._abandon(self._timeout(BlockTimeout().with_traceback(traceback)))
+            assert worker.parent is not None
+            worker.parent.switch()
+
+        leave_at(frame, away)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Never let the block go on from where it is."""
         if self._worker is not None:
-            self._worker.throw()
+            keep(self._worker)
+        self.error = error
+        self._close()
 
     def close(self) -> None:
         """End a visit: what its value holds from here on is no longer looked at."""
@@ -205,7 +261,7 @@ class Run:
             raise late
 
     def _park(self, location: Location) -> Any:
-        if self.stopping:
+        if self.stopping or self._killed:
             raise Stopped
         assert self._worker is not None and self._worker.parent is not None
         self.asked = True
@@ -245,8 +301,9 @@ class Run:
 
     def write(self, location: Location, value: Any) -> None:
         """Replace the value at a location by one of the same rows, width and dtype."""
-        check_replacement(location, self.read(location), value)
-        self.value = all_plain(value)
+        old = self.read(location)
+        check_replacement(location, old, value)
+        self.value = refilled(old, value)
 
     def skip(self, path: str, entry: Location, output: Location, value: Any) -> None:
         """Replace what a module will give back by `value`, which may not depend on what it does."""
@@ -281,17 +338,24 @@ class Run:
             self.error = killed
             raise
         except BlockTimeout as error:
-            self.error = error if error.args else self._timeout(error)
+            self.error = error
+            if not error.args:
+                self.error = self._timeout(error)
         except BaseException as error:  # a block may raise anything; it ends this run alone
             self.error = error
         finally:
-            self.dead = True
-            self._worker = self._frame = None
-            self._past.clear()
-            # Else the scope and the run hold each other, and every value, until a later collection.
-            self.scope.pop(SAVE, None)
+            self._close()
+
+    def _close(self) -> None:
+        self.dead = True
+        self._worker = self._frame = None
+        self._past.clear()
+        # Else the scope and the run hold each other, and every value, until a later collection.
+        self.scope.pop(SAVE, None)
 
     def _timeout(self, error: BlockTimeout) -> BlockTimeout:
+        if self.limit is None:
+            return error  # a block may raise one itself
         timeout = BlockTimeout(
             f"The block ran for more than {self.limit:g} s without giving control back to the "
             "engine, which all requests share. Do the work outside the block, or raise the limit "

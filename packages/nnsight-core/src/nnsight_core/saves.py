@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from nnsight_core.code import SAVE, Code
-from nnsight_core.values import flat, map_tensors
+from nnsight_core.values import flat, map_tensors, plain
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
@@ -32,7 +32,7 @@ class Saved:
 
 def _versions(value: Any) -> list[int] | None:
     """How often each tensor of a value was written, if PyTorch counts that."""
-    held = flat(value)
+    held = [plain(tensor) for tensor in flat(value)]
     return None if any(t.is_inference() for t in held) else [t._version for t in held]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 CALL = "<nnsight fn=>"
 """The file that the call of a function given as `fn=` seems to stand in."""
@@ -44,6 +44,17 @@ def show_user_lines(error: BaseException, block: CodeType) -> None:
         waiting += [one.__cause__, one.__context__]
         if isinstance(one, BaseExceptionGroup):
             waiting += one.exceptions
+
+
+def traceback_to(frame: FrameType | None, block: CodeType) -> TracebackType | None:
+    """The traceback of an error that was raised at a frame; None if no block runs there."""
+    made: TracebackType | None = None
+    while frame is not None:
+        made = TracebackType(made, frame, frame.f_lasti, frame.f_lineno)
+        if frame.f_code is block:
+            return made
+        frame = frame.f_back
+    return None
 
 
 def is_ours(traceback: TracebackType) -> bool:

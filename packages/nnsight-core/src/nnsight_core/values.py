@@ -31,15 +31,28 @@ def plain(tensor: Tensor) -> Tensor:
     """The tensor without a class of the user's, whose code would run wherever it is used."""
     if type(tensor) is Tensor:
         return tensor
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return tensor.as_subclass(Tensor)
 
 
 def all_plain(value: Any) -> Any:
-    """A value whose tensors are all plain; the value itself if they are so already."""
-    if all(type(tensor) is Tensor for tensor in flat(value)):
-        return value
-    return map_tensors(value, plain)
+    """A value of plain tensors in Python's own containers, so that its use runs no user's code."""
+    if isinstance(value, Tensor):
+        return plain(value)
+    if isinstance(value, dict):
+        return {k if type(k) is str else repr(k): all_plain(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [all_plain(part) for part in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value
+
+
+def refilled(old: Any, new: Any) -> Any:
+    """`new`, which is built as `old` is, in containers of the classes that `old` has."""
+    if old is new or isinstance(new, Tensor):
+        return plain(new) if isinstance(new, Tensor) else new
+    parts = iter([plain(tensor) for tensor in flat(new)])
+    return map_tensors(old, lambda _: next(parts))
 
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -50,14 +63,18 @@ def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def flat(value: Any) -> list[Tensor]:
-    """The tensors of a structure, in the order of `tensors`."""
-    if isinstance(value, Tensor):
+    """The tensors of a structure, in the order of `tensors`; runs no code of its classes."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, tuple | list):
-        return []
-    return [tensor for part in value for tensor in flat(part)]
+    parts: Any = ()
+    if issubclass(kind, dict):
+        parts = dict.values(value)
+    elif issubclass(kind, tuple):
+        parts = tuple.__iter__(value)
+    elif issubclass(kind, list):
+        parts = list.__iter__(value)
+    return [tensor for part in parts for tensor in flat(part)]
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:

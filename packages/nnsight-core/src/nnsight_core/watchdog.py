@@ -21,7 +21,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+from greenlet import GreenletExit, getcurrent, greenlet
+
 from nnsight_core.errors import BlockTimeout
+from nnsight_core.leaving import keep, leave_at
+from nnsight_core.wall import behind_wall
 
 _T = TypeVar("_T")
 Leave = Callable[[FrameType], None]
@@ -110,10 +114,19 @@ class Watchdog:
         """
         if seconds is None:
             return function(*args)
-        watched = None
+        made: list[_T] = []
+        here = getcurrent()
+        # In a greenlet, so that it can be left where it is.
+        there = greenlet(lambda: behind_wall(lambda: made.append(function(*args))))
+        watched = ended = None
+
+        def leave(frame: FrameType) -> None:
+            if getcurrent() is not here:
+                leave_at(frame, here.switch)
+
         try:
-            watched = self.enter(seconds)
-            return function(*args)
+            watched = self.enter(seconds, leave)
+            ended = there.switch()
         except BaseException as error:
             # What was called may have made another error of it.
             if not isinstance(error, BlockTimeout) and not (watched and watched.fired):
@@ -124,6 +137,11 @@ class Watchdog:
                 self.leave()
             except BlockTimeout:
                 self.leave()
+        if made:
+            return made[0]
+        if isinstance(ended, GreenletExit):  # which is what a greenlet makes of one that is raised
+            raise ended
+        keep(there)
         raise BlockTimeout(
             f"Code that came with the block ran for more than {seconds:g} s while its names were "
             "made or its values were taken (block_timeout=)."

@@ -24,6 +24,7 @@ from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
 from nnsight_core.wants import wants_of
 from nnsight_core.watch import Watch
+from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import code_of, decode_run, encode_ended
 from nnsight_core.wire.code import CodeDecoder
 from nnsight_core.wire.frames import Frame, read_frame
@@ -184,21 +185,24 @@ class Tracing:
     def _send(self, traced: Traced) -> None:
         run = traced.run
         run.error = run.error or self._store.check(traced.blobs)
-        said = (traced.key, traced.sequence, traced.notes, dict(traced.ways))
         try:
-            frame = encode_ended(run, *said)
+            frame = WATCHDOG.call(self.limit, self._encoded, traced)
         except BaseException as error:
             # Whatever a block saved or raised, encoding it must not take the engine along. Its own
             # code is not run a second time.
             run.error = _safe(error)
             run.saves.made.clear()
             run.saves.shared.clear()
-            frame = encode_ended(run, *said)
+            frame = self._encoded(traced)
         traced.sent = True
         self.awaited.pop((traced.key, traced.sequence), None)
         if run.error is not None or (not traced.written and not run.recorders):
             self.gone(traced.request)
         self._emit(frame)
+
+    def _encoded(self, traced: Traced) -> Frame:
+        ways = dict(traced.ways)
+        return encode_ended(traced.run, traced.key, traced.sequence, traced.notes, ways)
 
     def _drop(self, run: Run) -> None:
         (run.interleaver or self._watch.interleaver).drop(run)
@@ -231,7 +235,7 @@ class Tracing:
                 pickle=self._pickle,
                 extra=self._extra,
             )
-            run = decode_run(block, decoder, traced, self._extra)
+            run = WATCHDOG.call(self.limit, decode_run, block, decoder, traced, self._extra)
             run.limit = self.limit
         effects = effects_of(code, run.scope, self._watch.places.tree)
         traced.wants = wants_of(effects, self._tree)

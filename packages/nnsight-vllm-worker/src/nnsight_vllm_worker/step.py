@@ -61,6 +61,8 @@ class Steps:
 
     def requests(self, new: list[Arrival], gone: set[str]) -> None:
         """Requests come and go. One that was preempted may come again."""
+        if self._within or self._later is not None:
+            self._interrupted()
         for request in gone:
             self._here.discard(request)
             self.tracing.gone(request)
@@ -68,6 +70,16 @@ class Steps:
             if arrival.request not in self._here:
                 self._here.add(arrival.request)
                 self.tracing.come(arrival)
+
+    def _interrupted(self) -> None:
+        """The pass before was left in the middle: its blocks will not see the rest of it."""
+        unseen = self._later.seats if self._later is not None else []
+        self.taps.rest()
+        self._reset()
+        self.interleaver.advance(Phase.OVER)
+        for seat in unseen:
+            error = EngineError("The forward pass of a step was interrupted.")
+            self.tracing.fail(seat.entry.traced, error)
 
     def begin(self, batch: list[Part]) -> None:
         """The forward pass is about to run on this batch."""
@@ -212,7 +224,8 @@ class Steps:
 
     def end(self) -> list[str]:
         """The pass is over: what ended in it is sent. Gives the requests that blocks have ended."""
-        if not self.tracing.awaited and not self.tracing.requests:
+        if not self._within and not self.tracing.awaited and not self.tracing.requests:
+            self._reset()
             return []
         if self.way >= Way.AFTER:
             self.interleaver.advance(Phase.RESULT)
