@@ -123,14 +123,16 @@ def effects_of(
         tree: the model's tree, which tells a module's child from one of its other attributes.
         targets: the names that `as` binds to the tracer.
     """
+    walk = Walk(code, names, tree, targets)
+    walk.block(statements_of(code))
+    return walk.effects
+
+
+def statements_of(code: Code) -> list[ast.stmt]:
+    """A block's statements; their lines are `code.line - 2` before the user's."""
     wrapper = ast.parse("if 1:\n" + code.source).body[0]
     assert isinstance(wrapper, ast.If)
-    walk = _Walk(tree, code.line - 2)
-    for name, value in names.items():
-        walk.known[name] = _of_value(value)
-    walk.known.update(dict.fromkeys(targets, _Tracer()))
-    walk.block(wrapper.body)
-    return walk.effects
+    return wrapper.body
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +189,30 @@ def _common(paths: Iterable[str]) -> str:
     return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*split, strict=True))
 
 
-class _Walk(ast.NodeVisitor):
-    def __init__(self, tree: ModelTree | None, shift: int) -> None:
+class Walk(ast.NodeVisitor):
+    """Reads the effects of statements, one after the other. See `effects_of`."""
+
+    def __init__(
+        self,
+        code: Code,
+        names: Mapping[str, Any],
+        tree: ModelTree | None = None,
+        targets: Iterable[str] = (),
+    ) -> None:
         self.tree = tree
-        self.shift = shift
-        self.known: dict[str, _Thing] = {}
+        self.shift = code.line - 2
+        self.known: dict[str, _Thing] = {name: _of_value(value) for name, value in names.items()}
+        self.known.update(dict.fromkeys(targets, _Tracer()))
         self.effects = Effects()
         self.maybe = 0  # how many statements lie around this one that may not run
 
     def block(self, body: list[ast.stmt]) -> None:
         for statement in body:
             self.visit(statement)
+
+    def bind(self, target: ast.expr, path: str | None) -> None:
+        """A name gets the node at a path, or something that is none."""
+        self.store(target, None if path is None else _Node(path))
 
     # -- statements ------------------------------------------------------------------------------
 

@@ -1,0 +1,675 @@
+"""Symbols: what an expression of a block is, before the block runs.
+
+An expression is known (it comes from values that the block takes along), or it is a location's
+value, or one affine operation on one, or nothing that a table could hold. Shapes and dtypes are
+followed by PyTorch itself on tensors without memory, so that what raises there raises here.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import operator
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from nnsight_core.affine import Kind
+from nnsight_core.block_tracer import BlockTracer
+from nnsight_core.loops import ALL_STEPS, StepChoice
+from nnsight_core.node import Node
+from nnsight_core.tracer import InvokeContext, Tracer
+from nnsight_core.tree import TOKENS, ModelTree
+
+Ids = frozenset[int]
+"""The containers and tensor memories that a value was computed from."""
+NONE: Ids = frozenset()
+_MOST = 100_000
+"""Length of a list up to which it is gone through here, where no time limit holds."""
+ROWS = 7
+"""Rows of the tensors on which shapes are tried; no width that matters depends on it."""
+
+
+class Refused(Exception):
+    """Why something has no place in a table, in words that follow `... is written`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module of the tree."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """A value known before the block runs."""
+
+    value: Any
+    of: Ids = NONE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unknown:
+    """Anything else: why it is not known, and the locations that it may depend on.
+
+    Attributes:
+        held: whether it may be the very value of such a location.
+    """
+
+    why: str
+    of: Ids = NONE
+    at: tuple[str, ...] = ()
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A location's value, or the chosen part of one of its tensors.
+
+    Attributes:
+        index: which tensor; None for a tuple of them.
+        like: a tensor of its shape and dtype, without memory; None for a tuple.
+        base: as `like`, for the whole tensor.
+        visit: in which loop of the block it was read.
+        own: whether a write in it is a write in the location.
+    """
+
+    path: str
+    index: int | None
+    like: Tensor | None
+    base: Tensor | None
+    visit: int
+    rows: Any = field(default_factory=lambda: slice(None))
+    columns: Any = field(default_factory=lambda: slice(None))
+    own: bool = True
+
+    @property
+    def whole(self) -> bool:
+        return self.rows == self.columns == slice(None)
+
+    def same(self, other: Part) -> bool:
+        """Whether both are the same entries of the same value."""
+        mine = (self.path, self.index, self.visit, self.rows, self.columns)
+        return mine == (other.path, other.index, other.visit, other.rows, other.columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """A new tensor: one affine operation on a part, or (`kind` None) what such a one is built of.
+
+    Attributes:
+        kind: as in `Affine`; `dot` for `part @ operand`, `along` for that times a direction.
+        column: whether a `dot` has an axis for the columns (or its part has no rows).
+    """
+
+    part: Part
+    kind: Kind | str
+    operand: Any
+    like: Tensor
+    of: Ids
+    along: Tensor | None = None
+    factor: float = 1.0
+    column: bool = False
+
+
+Symbol = Known | Unknown | Part | Made
+
+
+class Symbols:
+    """The symbols of a block's names, and of its expressions.
+
+    Args:
+        names: the values that the block takes along.
+        tree: the model's tree, with what its locations hold.
+        device: where values lie when the block runs.
+    """
+
+    def __init__(self, names: Mapping[str, Any], tree: ModelTree, device: torch.device) -> None:
+        self.tree = tree
+        self.device = device
+        self.visit = 0
+        self.names: dict[str, Symbol] = {}
+        for name, value in names.items():
+            self.names[name] = Known(_nodes_as_modules(value), ids_of(value))
+
+    def of(self, node: ast.expr) -> Symbol:
+        """What an expression is."""
+        try:
+            found = self._of(node)
+        except Refused as refused:
+            return self.opaque(node, str(refused))
+        except Exception as error:  # the user's arithmetic; it raises again where the block runs
+            return self.opaque(node, f"raises {type(error).__name__}: {error}")
+        return self.opaque(node) if found is None else found
+
+    def opaque(self, node: ast.AST, why: str = "") -> Unknown:
+        """An expression that is not followed."""
+        of: Ids = NONE
+        at: dict[str, None] = {}
+        reasons = [why] if why else []
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name):
+                symbol = self.names.get(part.id)
+                if isinstance(symbol, Unknown):
+                    reasons.append(symbol.why)
+                    at.update(dict.fromkeys(symbol.at))
+            elif isinstance(part, ast.Attribute):
+                symbol = self._location(part)
+            else:
+                continue
+            if isinstance(symbol, Part | Made):
+                at[locations_of(symbol)[0]] = None
+            if isinstance(symbol, Known | Unknown | Made):
+                of |= symbol.of
+        return Unknown(next(filter(None, reasons), ""), of, tuple(at))
+
+    def operand(
+        self, part: Part, symbol: Symbol, words: str = "written", sets: bool = False
+    ) -> Tensor | float:
+        """A known value as what a table holds: a number, or one for each column of a part.
+
+        Raises:
+            Refused: it is not known, or PyTorch would do something else with it.
+        """
+        if not isinstance(symbol, Known):
+            raise Refused(why_not(part, symbol))
+        value, like = symbol.value, part.like
+        assert like is not None
+        if type(value) in (int, float):
+            if type(value) is int and float(value) != value:
+                raise Refused("is written with a whole number too large for a table")
+            return float(value)
+        if type(value) not in (Tensor, Parameter) or value.layout != torch.strided:
+            raise Refused(f"is written with a {type(value).__name__}, not a number or a tensor")
+        if not value.is_floating_point():
+            raise Refused(f"is written with a tensor of {_dtype(value)}: only floats are lowered")
+        value = value.detach()
+        if not sets and value.device != self.device and value.dim():
+            raise Refused(f"lies on {self.device}, and what it is written with on {value.device}")
+        if not sets and value.dtype == torch.float64 != like.dtype and value.dim():
+            raise Refused("is written with a float64 tensor, for which PyTorch computes in float64")
+        if value.numel() == 1 and value.dim() <= like.dim():
+            number = value.reshape(()).double()
+            if not value.dim() and not sets and number != number.to(like.dtype):
+                raise Refused("is written with a 0-dimensional tensor that its dtype cannot hold")
+            return number.item()
+        if isinstance(part.columns, int) or value.numel() != value.shape[-1]:
+            raise Refused(
+                f"is written with a tensor of shape {list(value.shape)}: only a number, or one for "
+                "each column, is the same for every row"
+            )
+        return value.reshape(-1)
+
+    def select(self, part: Part, index: Any) -> Part:
+        """A part of a value: `value[index]`."""
+        if part.index is None:
+            return self._tensor(part, index)
+        assert part.base is not None and part.like is not None
+        if index == slice(None) or index is Ellipsis:
+            return part
+        if not part.whole:
+            raise Refused("is indexed twice")
+        rows, columns = _rows_and_columns(index)
+        if isinstance(columns, list):
+            width = part.base.shape[1]
+            if any(not -width <= c < width for c in columns):
+                raise Refused(f"has {width} columns, and is indexed by {columns}")
+            if len({c % width for c in columns}) < len(columns):
+                raise Refused("is indexed by a column that comes twice")
+        if isinstance(rows, int) and not -ROWS <= rows < ROWS:
+            like = part.base[0, columns]  # rows are counted where the steps are known
+        else:
+            like = part.base[rows, columns]
+        own = not isinstance(columns, list)
+        return replace(part, rows=rows, columns=columns, like=like, own=own)
+
+    def index(self, node: ast.expr) -> Any:
+        """What stands in brackets, with its numbers known."""
+        match node:
+            case ast.Slice(lower=lower, upper=upper, step=step):
+                parts = [None if p is None else self.index(p) for p in (lower, upper, step)]
+                return slice(*[None if p is None else operator.index(p) for p in parts])
+            case ast.Tuple(elts=elements):
+                return tuple([self.index(e) for e in elements])
+        symbol = self.of(node)
+        if not isinstance(symbol, Known):
+            raise Refused(f"is indexed by `{ast.unparse(node)}`, which {_why(symbol)}")
+        value = symbol.value
+        if type(value) is Tensor and value.dtype == torch.int64 and value.dim() == 1:
+            return value.tolist()
+        if isinstance(value, Tensor):
+            raise Refused("is indexed by a tensor")
+        return value
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _of(self, node: ast.expr) -> Symbol | None:
+        match node:
+            case ast.Constant(value=value):
+                return Known(value)
+            case ast.Name(id=name):
+                if name in self.names:
+                    return self.names[name]
+                found = getattr(builtins, name, None)
+                return Known(found) if id(found) in _FUNCTIONS else None
+            case ast.Attribute(value=owner, attr=name):
+                return self._attribute(self.of(owner), name)
+            case ast.Subscript(value=owner, slice=index):
+                return self._subscript(self.of(owner), index)
+            case ast.BinOp(left=left, op=op, right=right):
+                return self.operate(_OPERATORS.get(type(op)), self.of(left), self.of(right))
+            case ast.UnaryOp(op=ast.USub(), operand=inner):
+                symbol = self.of(inner)
+                if isinstance(symbol, Known):
+                    return Known(-_arithmetic(symbol.value), symbol.of)
+                return self.operate(operator.mul, Known(-1), symbol)
+            case ast.Tuple(elts=elements) | ast.List(elts=elements):
+                parts = [self.of(e) for e in elements]
+                known = [p for p in parts if isinstance(p, Known)]
+                if len(known) < len(parts):
+                    return None
+                values = [p.value for p in known]
+                of = NONE.union(*(p.of for p in known))
+                return Known(values if isinstance(node, ast.List) else tuple(values), of)
+            case ast.Call(func=function, args=args, keywords=keywords):
+                return self._call(function, args, keywords)
+        return None
+
+    def _location(self, node: ast.Attribute) -> Symbol | None:
+        if node.attr not in ("output", "input", "inputs", "source"):
+            return None
+        return self.of(node)
+
+    def _attribute(self, owner: Symbol, name: str) -> Symbol | None:
+        if isinstance(owner, Part) and owner.like is not None:
+            found = {"dtype": owner.like.dtype, "device": self.device}.get(name)
+            return None if found is None else Known(found)
+        if not isinstance(owner, Known):
+            return None
+        value = owner.value
+        if isinstance(value, Module):
+            return self._of_module(value.path, name)
+        if isinstance(value, _TRACERS) and name == "iter":
+            return Known(StepChoice())
+        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("torch", "math"):
+            return Known(getattr(value, name))
+        if type(value) in (Tensor, Parameter) and name in ("shape", "dtype", "device", "T", "ndim"):
+            return Known(getattr(value, name), owner.of)
+        return None
+
+    def _of_module(self, path: str, name: str) -> Symbol:
+        if name == "output":
+            return self._output(path)
+        if name in ("input", "inputs"):
+            return Unknown("", at=(f"{path}.{name}",))
+        if name == "source":
+            return Unknown("depends on an operation inside a module", at=(f"{path}.source",))
+        if not path and name in ("logits", "samples"):
+            return Unknown("", at=(name,))
+        child = f"{path}.{name}" if path else name
+        if child not in self.tree.modules:
+            return Unknown(f"depends on {child}, which is no module")
+        return Known(Module(child))
+
+    def _output(self, path: str) -> Symbol:
+        """The output of a module, if it is one whose rows are those of the request."""
+        where = (f"{path}.output",)
+        info = self.tree.modules[path]
+        if info.same_as is not None or info.repeats:
+            return Unknown("belongs to a module that runs more than once in a step", at=where)
+        if not info.output:
+            return Unknown("is not recorded, so that it may have any shape", at=where)
+        if [t.at for t in info.output] != [""]:
+            return Part(path, None, None, None, self.visit)
+        return self._recorded(path, 0, "")
+
+    def _recorded(self, path: str, index: int, at: str) -> Part:
+        info = next((t for t in self.tree.modules[path].output or () if t.at == at), None)
+        if info is None:
+            raise Refused(f"has no tensor {at}")
+        dtype = getattr(torch, info.dtype, None)
+        if len(info.shape) != 2 or info.shape[0] != TOKENS or not isinstance(info.shape[1], int):
+            raise Refused("is not one row of numbers for each token")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise Refused("does not hold floats")
+        like = torch.empty(ROWS, info.shape[1], dtype=dtype, device="meta")
+        return Part(path, index, like, like, self.visit)
+
+    def _tensor(self, part: Part, index: Any) -> Part:
+        if type(index) is not int or index < 0:
+            raise Refused("holds several tensors, of which one is written: `output[0][:]`")
+        return replace(self._recorded(part.path, index, f"[{index}]"), visit=part.visit)
+
+    def _subscript(self, owner: Symbol, index: ast.expr) -> Symbol | None:
+        if isinstance(owner, Part):
+            return self.select(owner, self.index(index))
+        if isinstance(owner, Made):
+            if owner.kind == "dot" and self.index(index) in ((slice(None), None), (Ellipsis, None)):
+                return self._as_column(owner)
+            return None
+        if not isinstance(owner, Known):
+            return None
+        chosen, value = self.index(index), owner.value
+        if isinstance(value, Module):
+            return self._child(value.path, chosen)
+        if isinstance(value, StepChoice):
+            return Known(value[chosen])
+        if type(value) in (list, tuple, dict, Tensor, Parameter, range, torch.Size):
+            return Known(value[chosen], owner.of)
+        return None
+
+    def _child(self, path: str, chosen: Any) -> Symbol | None:
+        children = self.children(path)
+        if isinstance(chosen, str):
+            return self._of_module(path, chosen)
+        return Known(children[chosen])
+
+    def children(self, path: str) -> list[Module]:
+        """The modules in a module, in order."""
+        names = self.tree.modules[path].children
+        return [Module(f"{path}.{name}" if path else name) for name in names]
+
+    def operate(self, op: Callable[..., Any] | None, left: Symbol, right: Symbol) -> Symbol | None:
+        """`left op right`."""
+        if op is None or isinstance(left, Unknown) or isinstance(right, Unknown):
+            return None
+        if isinstance(left, Known) and isinstance(right, Known):
+            if op is operator.pow and type(left.value) is type(right.value) is int:
+                return None  # it may take for ever
+            return Known(op(_arithmetic(left.value), _arithmetic(right.value)), left.of | right.of)
+        if getattr(left, "like", 0) is None or getattr(right, "like", 0) is None:
+            return None
+        like = op(_like(left), _like(right))
+        match left, right:
+            case Part() as part, Known() as known:
+                return self._scaled(part, known, op, like)
+            case Known() as known, Part() as part if op in (operator.add, operator.mul):
+                return self._scaled(part, known, op, like)
+            case (Part() as part, Made(kind="along") as taken) if op in (operator.add, operator.sub):
+                return _projected(part, taken, op is operator.add, like)
+            case (Made(kind="along") as taken, Part() as part) if op is operator.add:
+                return _projected(part, taken, True, like)
+            case Made(kind="dot" | "along") as made, Known() as known:
+                if op in (operator.mul, operator.truediv):
+                    return self._times(made, known, op, like)
+            case (Known() as known, Made(kind="dot" | "along") as made) if op is operator.mul:
+                return self._times(made, known, op, like)
+        return None
+
+    def _scaled(self, part: Part, known: Known, op: Any, like: Tensor) -> Symbol | None:
+        if op is operator.matmul:
+            return self._dot(part, known, like)
+        if op is operator.truediv:
+            number = self.operand(part, known)
+            if isinstance(number, Tensor) or (isinstance(known.value, Tensor) and known.value.is_cuda):
+                raise Refused("is divided by a tensor: multiply it by the reciprocal")
+            return Made(part, "scale", _reciprocal(number), like, known.of)
+        if op is operator.mul:
+            return Made(part, "scale", self.operand(part, known), like, known.of)
+        if op in (operator.add, operator.sub):
+            number = self.operand(part, known)
+            return Made(part, "add", -number if op is operator.sub else number, like, known.of)
+        return None
+
+    def _dot(self, part: Part, known: Known, like: Tensor) -> Symbol | None:
+        direction = self.operand(part, known)
+        if not isinstance(direction, Tensor) or known.value.dim() != 1:
+            return None
+        assert part.like is not None
+        if direction.dtype != part.like.dtype:
+            raise Refused(f"is {_dtype(part.like)}, and the direction {_dtype(direction)}")
+        return Made(part, "dot", direction, like, known.of, column=not like.dim())
+
+    def _times(self, made: Made, known: Known, op: Any, like: Tensor) -> Symbol | None:
+        number = self.operand(made.part, known)
+        of = made.of | known.of
+        if isinstance(number, float):
+            by = _reciprocal(number) if op is operator.truediv else number
+            return replace(made, factor=made.factor * by, like=like, of=of)
+        if op is operator.truediv or not made.column or made.kind == "along":
+            return None
+        return replace(made, kind="along", along=number, like=like, of=of)
+
+    def _as_column(self, made: Made) -> Made | None:
+        if made.like.dim() != 1 or made.column:
+            return None
+        return replace(made, like=made.like[:, None], column=True)
+
+    def _call(self, function: ast.expr, args: list[ast.expr], keywords: Any) -> Symbol | None:
+        given = [self.of(a) for a in args]
+        named = {k.arg: self.of(k.value) for k in keywords}
+        if None in named:
+            return None
+        if isinstance(function, ast.Attribute):
+            owner = self.of(function.value)
+            if isinstance(owner, Part | Made):
+                return self._method(owner, function.attr, given, named)
+            if isinstance(owner, Known) and not isinstance(owner.value, ModuleType):
+                return self._known_method(owner, function.attr, given, named)
+        called = self.of(function)
+        if not isinstance(called, Known) or id(called.value) not in _FUNCTIONS:
+            return None
+        if isinstance(given[0] if given else None, Part | Made):
+            return self._function(called.value, given, named)
+        return self._run(called.value, given, named)
+
+    def _run(self, function: Callable[..., Any], given: Any, named: Any) -> Known | None:
+        every = [*given, *named.values()]
+        if not all(isinstance(s, Known) for s in every):
+            return None
+        values = [self.spread(s.value) for s in given]
+        if any(isinstance(v, Sized) and len(v) > _MOST for v in values if type(v) is not Tensor):
+            return None
+        made = function(*values, **{k: s.value for k, s in named.items()})
+        if isinstance(made, zip | enumerate | reversed):
+            made = list(made)
+        return Known(made, NONE.union(*(s.of for s in every)))
+
+    def spread(self, value: Any) -> Any:
+        """A module as the list that a loop over it goes through; anything else as it is."""
+        return self.children(value.path) if isinstance(value, Module) else value
+
+    def _known_method(self, owner: Known, name: str, given: Any, named: Any) -> Symbol | None:
+        value = owner.value
+        if isinstance(value, _TRACERS) and name == "all" and not given:
+            return Known(ALL_STEPS)
+        if value == Module("") and name == "get" and len(given) == 1:
+            path = given[0].value if isinstance(given[0], Known) else None
+            return Known(Module(path)) if path in self.tree.modules else None
+        if type(value) is dict and name in ("items", "keys", "values") and not given:
+            return Known(list(getattr(value, name)()), owner.of)
+        if type(value) in (Tensor, Parameter) and name in _METHODS:
+            if name in ("to", "type_as"):
+                given = [
+                    Known(g.like.dtype) if isinstance(g, Part) and g.like is not None else g
+                    for g in given
+                ]
+                name = "to"
+            made = self._run(getattr(value, name), given, named)
+            return None if made is None else replace(made, of=made.of | owner.of)
+        return None
+
+    def _method(self, owner: Part | Made, name: str, given: Any, named: Any) -> Symbol | None:
+        if name == "sum" and isinstance(owner, Made) and owner.kind == "scale":
+            values = [s.value for s in given if isinstance(s, Known)]
+            options = {k: s.value for k, s in named.items() if isinstance(s, Known)}
+            return self._sum(owner, *values, **options)
+        if named:
+            return None
+        if name in _AS_OPERATORS and len(given) == 1:
+            return self.operate(_AS_OPERATORS[name], owner, given[0])
+        shape = [s.value for s in given if isinstance(s, Known)]
+        if isinstance(owner, Made) and owner.kind == "dot":
+            if (name == "unsqueeze" and shape in ([-1], [1])) or (
+                name in ("view", "reshape") and shape in ([-1, 1], [(-1, 1)])
+            ):
+                return self._as_column(owner)
+        return None
+
+    def _sum(self, made: Made, dim: Any = None, keepdim: bool = False) -> Symbol | None:
+        """`(x * d).sum(-1)`, which is `x @ d`."""
+        if dim not in (-1, made.like.dim() - 1) or not isinstance(made.operand, Tensor):
+            return None
+        like = made.like.sum(-1, keepdim=keepdim)
+        return replace(made, kind="dot", like=like, column=bool(keepdim) or not like.dim())
+
+    def _function(self, function: Any, given: Any, named: Any) -> Symbol | None:
+        if named:
+            return None
+        first, rest = given[0], given[1:]
+        if function in (torch.matmul, torch.mv, torch.dot) and len(rest) == 1:
+            return self.operate(operator.matmul, first, rest[0])
+        if function is torch.outer and isinstance(first, Made) and len(rest) == 1:
+            column = self._as_column(first) if first.kind == "dot" else None
+            return None if column is None else self.operate(operator.mul, column, rest[0])
+        if function in (torch.zeros_like, torch.ones_like, torch.full_like):
+            if not isinstance(first, Part) or first.like is None:
+                return None
+            given = [Known(0.0 if function is torch.zeros_like else 1.0), *rest][-1]
+            return Made(first, "set", self.operand(first, given), first.like, given.of)
+        return None
+
+
+def why_not(part: Part, symbol: Symbol) -> str:
+    """Why what a part is written with is no operand, in words that follow `... is written`."""
+    others = [at for at in locations_of(symbol) if at != f"{part.path}.output"]
+    if others:
+        return f"is written with a value that depends on {' and '.join(others)}"
+    if isinstance(symbol, Unknown) and symbol.why:
+        verb = "" if symbol.why.startswith("is ") else "is written with a value that "
+        return verb + symbol.why
+    if locations_of(symbol):
+        return "is written with more than one sum, multiple or projection of it"
+    return "is written with a value that is not known before the block runs"
+
+
+def locations_of(symbol: Symbol) -> tuple[str, ...]:
+    """The locations that a symbol depends on."""
+    if isinstance(symbol, Unknown):
+        return symbol.at
+    if isinstance(symbol, Known):
+        return ()
+    return (f"{(symbol.part if isinstance(symbol, Made) else symbol).path}.output",)
+
+
+def ids_of(value: Any) -> Ids:
+    """The containers and tensor memories in a value: what a change of it would change."""
+    if isinstance(value, Tensor):
+        return frozenset((id(value), value.untyped_storage().data_ptr()))
+    if isinstance(value, dict):
+        value = [*value.values(), value]
+        return NONE.union({id(value[-1])}, *(ids_of(v) for v in value[:-1]))
+    if isinstance(value, list | tuple):
+        return NONE.union({id(value)}, *(ids_of(v) for v in value))
+    if isinstance(value, int | float | str | bytes | bool | Node | ModuleType) or callable(value):
+        return NONE
+    return frozenset((id(value),))
+
+
+def _nodes_as_modules(value: Any) -> Any:
+    if isinstance(value, Node):
+        return Module(value._path)
+    if type(value) in (list, tuple) and any(isinstance(v, Node) for v in value):
+        return type(value)([_nodes_as_modules(v) for v in value])
+    return value
+
+
+def _rows_and_columns(index: Any) -> tuple[slice | int, slice | int | list[int]]:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if len(parts) == 2 and parts[0] is Ellipsis:
+        parts[0] = slice(None)
+    if len(parts) == 1:
+        parts.append(slice(None))
+    if len(parts) == 2 and parts[1] is Ellipsis:
+        parts[1] = slice(None)
+    rows, columns = parts if len(parts) == 2 else (None, None)
+    if isinstance(columns, range):
+        columns = list(columns)
+    if type(rows) not in (slice, int) or type(columns) not in (slice, int, list):
+        raise Refused("is indexed by more than a number or a slice of rows and of columns")
+    if isinstance(columns, list) and any(type(c) is not int for c in columns):
+        raise Refused("is indexed by columns that are not plain numbers")
+    return rows, columns  # type: ignore[return-value]
+
+
+def _arithmetic(value: Any) -> Any:
+    if type(value) not in (int, float, Tensor, Parameter):
+        raise Refused(f"is written with arithmetic on a {type(value).__name__}")
+    return value
+
+
+def _like(symbol: Symbol) -> Any:
+    if isinstance(symbol, Known):
+        value = _arithmetic(symbol.value)
+        return value.to("meta") if isinstance(value, Tensor) else value
+    assert isinstance(symbol, Part | Made)
+    return symbol.like
+
+
+def _projected(part: Part, taken: Made, plus: bool, like: Tensor) -> Made | None:
+    if not part.same(taken.part) or part.like is None or taken.like.shape != part.like.shape:
+        return None
+    factor = -taken.factor if plus else taken.factor
+    return replace(taken, kind="project", factor=factor, like=like)
+
+
+def _reciprocal(number: Tensor | float) -> float:
+    if isinstance(number, Tensor) or not math.isfinite(number) or not 1e-30 < abs(number) < 1e30:
+        raise Refused("is divided by what has no reciprocal that a table can hold")
+    return 1.0 / number
+
+
+def _why(symbol: Symbol) -> str:
+    at = locations_of(symbol)
+    if at:
+        return f"depends on {' and '.join(at)}"
+    why = symbol.why if isinstance(symbol, Unknown) else ""
+    return why or "is not known before the block runs"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+_TRACERS = (Tracer, InvokeContext, BlockTracer)
+_OPERATORS: dict[type[ast.operator], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.MatMult: operator.matmul,
+}
+_AS_OPERATORS = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "matmul": operator.matmul,
+    "mv": operator.matmul,
+}
+_METHODS = frozenset(
+    "abs add bfloat16 clone contiguous cpu detach div dot double expand flatten float half item "
+    "matmul mean mul mv neg norm numel reshape size sqrt squeeze sub sum t to tolist type_as "
+    "unsqueeze view".split()
+)
+_FUNCTIONS = frozenset(
+    id(function)
+    for function in (
+        *(abs, bool, enumerate, float, int, len, list, max, min, range, reversed, round, sum),
+        *(tuple, zip, math.sqrt, math.exp, math.log),
+        *(torch.zeros, torch.ones, torch.full, torch.tensor, torch.norm, torch.linalg.norm),
+        *(torch.dot, torch.outer, torch.matmul, torch.mv, torch.nn.functional.normalize),
+        *(torch.linalg.vector_norm, torch.sqrt, torch.abs, torch.stack, torch.cat),
+        *(torch.zeros_like, torch.ones_like, torch.full_like),
+    )
+)
