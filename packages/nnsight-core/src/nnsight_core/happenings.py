@@ -61,7 +61,12 @@ class Order:
 
     def __init__(self, tree: ModelTree, outputs: Sequence[str] = ()) -> None:
         self.tree = tree
-        self.rank = {path: rank for rank, path in enumerate(outputs)}
+        self.ranks: dict[str, tuple[int, int]] = {}  # of the first output in a module, and the last
+        for rank, path in enumerate(outputs):
+            parts = path.split(".")
+            for end in range(1, len(parts) + 1):
+                first, _ = self.ranks.get(part := ".".join(parts[:end]), (rank, rank))
+                self.ranks[part] = first, rank
 
     def holds(self, first: Happening, then: Happening) -> bool:
         """Whether the forward pass surely comes to `then` no sooner than to `first`."""
@@ -84,9 +89,9 @@ class Order:
         mine, yours = one.split("."), other.split(".")
         shared = next(i for i, (a, b) in enumerate(zip(mine, yours, strict=False)) if a != b)
         above = mine[:shared]
-        ranks = [self.rank.get(".".join([*above, p[shared]])) for p in (mine, yours)]
-        if ranks[0] is not None and ranks[1] is not None:
-            return ranks[0] < ranks[1]
+        before, after = (self.ranks.get(".".join([*above, p[shared]])) for p in (mine, yours))
+        if before is not None and after is not None:
+            return before[1] < after[0]
         a, b = mine[shared], yours[shared]
         return a.isdecimal() and b.isdecimal() and int(a) < int(b)
 

@@ -19,7 +19,7 @@ import torch
 from nnsight_core.affine import EVERY, FIRST, Affine, Lowered, NotLowered, Steps
 from nnsight_core.block_tracer import BLOCK_TRACER
 from nnsight_core.code import Code, may_change
-from nnsight_core.effects import Access, Walk, effects_of, statements_of
+from nnsight_core.effects import Access, Effects, Walk, effects_of, statements_of
 from nnsight_core.happenings import Happening, Order, conflicts
 from nnsight_core.loops import StepChoice, StepLoop
 from nnsight_core.names import analyse, is_save
@@ -155,11 +155,7 @@ class _Lowering:
             self.refuse(node, f"is written by what raises {type(error).__name__}: {error}")
             return
         if done:
-            count, opaque = len(self.effects.effects.reads), self.effects.effects.opaque
-            written = len(self.effects.effects.writes)
-            self.effects.visit(node)
-            del self.effects.effects.reads[count:], self.effects.effects.writes[written:]
-            self.effects.effects.opaque = opaque
+            self.effects_of(node)
         else:
             self.keep(node)
 
@@ -173,26 +169,38 @@ class _Lowering:
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner, attr=name)) as call):
                 if not name.endswith("_") or name.endswith("__"):
                     return False
-                part = self.symbols.of(owner)
-                return isinstance(part, Part) and self.call(node, part, name, call)
+                part = self.part(owner)
+                return part is not None and self.call(node, part, name, call)
         return False
+
+    def part(self, owner: ast.expr) -> Part | None:
+        """The location's value that is written in."""
+        symbol = self.symbols.of(owner)
+        if isinstance(symbol, Unknown) and symbol.at and symbol.why:
+            raise Refused(symbol.why)
+        return symbol if isinstance(symbol, Part) else None
+
+    def chosen(self, part: Part, index: ast.expr) -> Part:
+        """`part[index]`, to be assigned to."""
+        chosen = self.symbols.select(part, self.symbols.index(index))
+        if part.index is None:
+            raise Refused("is a tuple, whose parts cannot be assigned")
+        return chosen
 
     def assign(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> bool:
         match target:
             case ast.Name() | ast.Tuple():
                 return self.name(node, target, value)
             case ast.Attribute(attr="output"):
-                part = self.symbols.of(target)
-                if not isinstance(part, Part):
+                part = self.part(target)
+                if part is None:
                     return False
                 return self.replace(node, part, value)
             case ast.Subscript(value=owner, slice=index):
-                part = self.symbols.of(owner)
-                if not isinstance(part, Part):
+                part = self.part(owner)
+                if part is None:
                     return False
-                if part.index is None:
-                    raise Refused("is a tuple, whose parts cannot be assigned")
-                part = self.owned(self.symbols.select(part, self.symbols.index(index)))
+                part = self.owned(self.chosen(part, index))
                 symbol = self.symbols.of(value)
                 if isinstance(symbol, Known):
                     number = self.symbols.operand(part, symbol, sets=True)
@@ -234,16 +242,15 @@ class _Lowering:
     ) -> bool:
         match target:
             case ast.Name() | ast.Attribute(attr="output"):
-                part = self.symbols.of(_loading(target))
+                part = self.part(_loading(target))
+                if part is not None and not part.own:
+                    return False
             case ast.Subscript(value=owner, slice=index):
-                part = self.symbols.of(owner)
-                if isinstance(part, Part):
-                    if part.index is None:
-                        raise Refused("is a tuple, whose parts cannot be assigned")
-                    part = self.symbols.select(part, self.symbols.index(index))
+                part = self.part(owner)
+                part = part and self.chosen(part, index)
             case _:
                 return False
-        if not isinstance(part, Part):
+        if part is None:
             return False
         return self.in_place(node, self.owned(part), _IN_PLACE.get(type(op)), value)
 
@@ -420,6 +427,7 @@ class _Lowering:
             self.kept.add(node)
             self.forget(node, "changes from step to step")
             self.forget(node.target, "depends on the step number")
+            self.effects.bind(node.target, None)
             self.symbols.visit += 1
             self.inside.append(NONE)
             for statement in node.body:
@@ -439,19 +447,23 @@ class _Lowering:
             self.active.add(node)
         if not quiet and any(map(self.is_steps, ast.walk(node))):
             self.steps, self.late = EVERY, True
-        effects = self.effects.effects
-        reads, writes, effects.opaque = len(effects.reads), len(effects.writes), False
-        self.effects.visit(node)
-        for access in effects.writes[writes:]:
+        effects = self.effects_of(node)
+        for access in effects.writes:
             if access.side not in ("logits", "samples"):
                 self.refused_access(node, access, why)
         if effects.opaque:
             self.reason(node, "hands values to code that cannot be seen, which may write anything")
-        self.touched(node, effects.reads[reads:])
+        self.touched(node, effects.reads)
         self.change(node)
         held = self.symbols.opaque(node)
         for name in analyse([node]).binds:
-            self.symbols.names[name] = Unknown("", held.of, held.at)
+            self.symbols.names[name] = Unknown(held.why, held.of, held.at)
+
+    def effects_of(self, node: ast.stmt) -> Effects:
+        """The effects of one statement."""
+        found = self.effects.effects = Effects()
+        self.effects.visit(node)
+        return found
 
     def is_steps(self, node: ast.AST) -> bool:
         """Whether a node is steps that may be gone through."""
@@ -503,7 +515,7 @@ class _Lowering:
                     continue
             held = self.symbols.opaque(owner).of
             self.changed.update(dict.fromkeys(held, self.line(node)))
-            if isinstance(part, ast.Call):  # a container may hold from now on what it is given
+            if isinstance(part, ast.Call) and owner is not part:  # a container may hold from now on what it is given
                 more = self.symbols.opaque(part)
                 for name in (n.id for n in ast.walk(owner) if isinstance(n, ast.Name)):
                     was = self.symbols.names.get(name)
@@ -519,7 +531,6 @@ class _Lowering:
             at = locations_of(was) if was is not None and held else ()
             of = was.of if isinstance(was, Known | Unknown | Made) else NONE
             self.symbols.names[name] = Unknown(why, of, at, held)
-            self.effects.bind(ast.Name(name, ast.Store()), None)
 
     # -- notes -----------------------------------------------------------------------------------
 
@@ -547,12 +558,11 @@ class _Lowering:
 
     def refuse(self, node: ast.stmt, words: str) -> None:
         """A write is not lowered; the words follow the location."""
-        effects = self.effects.effects
-        count = len(effects.writes)
-        self.effects.visit(node)
-        written = effects.writes[count:] or effects.writes[-1:]
-        path = _text(written[-1]) if written else "a location"
-        self.reason(node, f"{path} {words}")
+        written = self.effects_of(node).writes
+        if not written:
+            self.keep(node)
+            return
+        self.reason(node, f"{_text(written[-1])} {words}")
         for name in analyse([node]).binds:
             self.symbols.names[name] = Unknown("", self.symbols.opaque(node).of)
 

@@ -283,9 +283,12 @@ class Symbols:
         return None
 
     def _location(self, node: ast.Attribute) -> Symbol | None:
-        if node.attr not in ("output", "input", "inputs", "source"):
+        if node.attr not in ("output", "input", "inputs", "source", "logits", "samples"):
             return None
-        return self.of(node)
+        owner = self.of(node.value)
+        if not isinstance(owner, Known) or not isinstance(owner.value, Module):
+            return None
+        return self._of_module(owner.value.path, node.attr)
 
     def _attribute(self, owner: Symbol, name: str) -> Symbol | None:
         if isinstance(owner, Part) and owner.like is not None:
@@ -328,7 +331,10 @@ class Symbols:
             return Unknown("is not recorded, so that it may have any shape", at=where)
         if [t.at for t in info.output] != [""]:
             return Part(path, None, None, None, self.visit)
-        return self._recorded(path, 0, "")
+        try:
+            return self._recorded(path, 0, "")
+        except Refused as refused:
+            return Unknown(str(refused), at=where)
 
     def _recorded(self, path: str, index: int, at: str) -> Part:
         info = next((t for t in self.tree.modules[path].output or () if t.at == at), None)
@@ -386,6 +392,9 @@ class Symbols:
             return Known(op(_arithmetic(left.value), _arithmetic(right.value)), left.of | right.of)
         if getattr(left, "like", 0) is None or getattr(right, "like", 0) is None:
             return None
+        for part, known in ((left, right), (right, left)):
+            if isinstance(part, Part) and isinstance(known, Known) and op is not operator.matmul:
+                self.operand(part, known)  # says more than PyTorch would
         like = op(_like(left), _like(right))
         match left, right:
             case Part() as part, Known() as known:
