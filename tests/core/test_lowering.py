@@ -562,11 +562,11 @@ def test_what_raises_still_does(text: str) -> None:
 
 # -- any program -----------------------------------------------------------------------------------
 
-PLACES = st.sampled_from(
-    ["embed", "layers[0].mlp", "layers[1].attn", "layers[1].mlp", "layers[2].mlp", "head"]
-).map(lambda path: f"model.{path}.output") | st.sampled_from(
-    ["model.layers[1].output[0]", "model.layers[2].output[1]"]
-)
+PLACES = [
+    *("model.embed.output", "model.layers[0].mlp.output", "model.layers[1].attn.output"),
+    *("model.layers[1].mlp.output", "model.layers[1].output[0]", "model.layers[2].mlp.output"),
+    *("model.layers[2].output[1]", "model.head.output"),
+]
 INDICES = st.sampled_from(
     ["[:]", "[-1]", "[0]", "[2]", "[1:]", "[::2]", "[:, 1]", "[:, 2:4]", "[-2:, ::3]", "[0, [1, 3]]"]
 )
@@ -611,23 +611,34 @@ OTHERS = st.sampled_from(
         "q += 1",
     ]
 )
-STATEMENTS = st.builds(
-    lambda text, at, index: text.format(at=at, i=index), WRITES | OTHERS, PLACES, INDICES
-)
 HEADS = ["for s in tracer.iter[:2]:", "for s in tracer.iter[1:]:", "for s in tracer.all():"]
 HEADS += ["for i in (1, 2):", "for w in vs:", "for s in tracer.iter[1]:"]
-LOOPS = st.builds(
-    lambda head, body: "\n".join([head, *(f" {line}" for line in body)]),
-    st.sampled_from(HEADS),
-    st.lists(STATEMENTS, min_size=1, max_size=3),
-)
-PROGRAMS = st.lists(STATEMENTS | LOOPS, min_size=1, max_size=4).map("\n".join)
+
+
+@st.composite
+def bodies(draw: st.DrawFn, most: int) -> list[str]:
+    """Statements, most often in the order in which a step comes to their places."""
+    places = draw(st.lists(st.sampled_from(range(len(PLACES))), max_size=most))
+    if draw(st.integers(0, 9)):
+        places.sort()
+    return [
+        draw(st.one_of(WRITES, WRITES, OTHERS)).format(at=PLACES[place], i=draw(INDICES))
+        for place in places
+    ]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> str:
+    lines = draw(bodies(3))
+    for _ in range(draw(st.integers(0, 2))):
+        lines.append(draw(st.sampled_from(HEADS)))
+        lines += [f" {line}" for line in [*draw(bodies(4)), "pass"]]
+    return "\n".join(["out = [].save()", "w = 3 * v", *lines, *draw(bodies(1))])
 
 
 @settings(max_examples=400, deadline=None)
-@given(PROGRAMS)
-def test_a_lowered_program_does_what_it_does_as_it_stands(program: str) -> None:
-    text = f"out = [].save()\nw = 3 * v\n{program}"
+@given(programs())
+def test_a_lowered_program_does_what_it_does_as_it_stands(text: str) -> None:
     found = lowered(text)
     if isinstance(found, NotLowered):
         return
