@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from nnsight_core.affine import Affine, Steps, regions_meet, steps_meet
+from nnsight_core.lowering.affine import Affine, Steps, regions_meet, steps_meet
 from nnsight_core.tree import ModelTree
 
 _PHASES = ("logits", "samples", "result")

@@ -27,7 +27,8 @@ class Affine:
     """One write into a module's output, `x` being the request's rows of it in one step.
 
     An operand is computed with `x` as PyTorch would: in the type that both promote to (float32 at
-    least), then rounded to the type of `x`. `set` puts the operand whatever was there, NaN too.
+    least), then rounded to the type of `x`; a projection, where PyTorch rounds more than once, is
+    the same but for that. `set` puts the operand whatever was there, NaN too.
 
     Attributes:
         path: the module.

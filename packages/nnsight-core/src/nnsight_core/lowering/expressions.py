@@ -1,9 +1,4 @@
-"""Symbols: what an expression of a block is, before the block runs.
-
-An expression is known (it comes from values that the block takes along), or it is a location's
-value, or one affine operation on one, or nothing that a table could hold. Shapes and dtypes are
-followed by PyTorch itself on tensors without memory, so that what raises there raises here.
-"""
+"""Expressions: the symbol of each, from those of the names in it."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -20,109 +15,34 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from nnsight_core.affine import Kind
 from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.loops import ALL_STEPS, StepChoice
-from nnsight_core.node import Node
+from nnsight_core.lowering.arithmetic import Arithmetic, as_column, number_or_tensor
+from nnsight_core.lowering.symbols import (
+    NONE,
+    ROWS,
+    Ids,
+    Known,
+    Made,
+    Module,
+    Part,
+    Refused,
+    Symbol,
+    Unknown,
+    ids_of,
+    locations_of,
+    nodes_as_modules,
+    rows_and_columns,
+    why_unknown,
+)
 from nnsight_core.tracer import InvokeContext, Tracer
 from nnsight_core.tree import TOKENS, ModelTree
 
-Ids = frozenset[int]
-"""The containers and tensor memories that a value was computed from."""
-NONE: Ids = frozenset()
 _MOST = 100_000
 """Length of a list up to which it is gone through here, where no time limit holds."""
-ROWS = 7
-"""Rows of the tensors on which shapes are tried; no width that matters depends on it."""
 
 
-class Refused(Exception):
-    """Why something has no place in a table, in words that follow `... is written`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """A module of the tree."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """A value known before the block runs."""
-
-    value: Any
-    of: Ids = NONE
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Unknown:
-    """Anything else: why it is not known, and the locations that it may depend on.
-
-    Attributes:
-        held: whether it may be the very value of such a location.
-    """
-
-    why: str
-    of: Ids = NONE
-    at: tuple[str, ...] = ()
-    held: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """A location's value, or the chosen part of one of its tensors.
-
-    Attributes:
-        index: which tensor; None for a tuple of them.
-        like: a tensor of its shape and dtype, without memory; None for a tuple.
-        base: as `like`, for the whole tensor.
-        visit: in which loop of the block it was read.
-        own: whether a write in it is a write in the location.
-    """
-
-    path: str
-    index: int | None
-    like: Tensor | None
-    base: Tensor | None
-    visit: int
-    rows: Any = field(default_factory=lambda: slice(None))
-    columns: Any = field(default_factory=lambda: slice(None))
-    own: bool = True
-
-    @property
-    def whole(self) -> bool:
-        return self.rows == self.columns == slice(None)
-
-    def same(self, other: Part) -> bool:
-        """Whether both are the same entries of the same value."""
-        mine = (self.path, self.index, self.visit, self.rows, self.columns)
-        return mine == (other.path, other.index, other.visit, other.rows, other.columns)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Made:
-    """A new tensor: one affine operation on a part, or (`kind` None) what such a one is built of.
-
-    Attributes:
-        kind: as in `Affine`; `dot` for `part @ operand`, `along` for that times a direction.
-        column: whether a `dot` has an axis for the columns (or its part has no rows).
-    """
-
-    part: Part
-    kind: Kind | str
-    operand: Any
-    like: Tensor
-    of: Ids
-    along: Tensor | None = None
-    factor: float = 1.0
-    column: bool = False
-
-
-Symbol = Known | Unknown | Part | Made
-
-
-class Symbols:
+class Symbols(Arithmetic):
     """The symbols of a block's names, and of its expressions.
 
     Args:
@@ -132,12 +52,12 @@ class Symbols:
     """
 
     def __init__(self, names: Mapping[str, Any], tree: ModelTree, device: torch.device) -> None:
+        super().__init__(device)
         self.tree = tree
-        self.device = device
         self.visit = 0
         self.names: dict[str, Symbol] = {}
         for name, value in names.items():
-            self.names[name] = Known(_nodes_as_modules(value), ids_of(value))
+            self.names[name] = Known(nodes_as_modules(value), ids_of(value))
 
     def of(self, node: ast.expr) -> Symbol:
         """What an expression is."""
@@ -170,43 +90,6 @@ class Symbols:
                 of |= symbol.of
         return Unknown(next(filter(None, reasons), ""), of, tuple(at))
 
-    def operand(
-        self, part: Part, symbol: Symbol, words: str = "written", sets: bool = False
-    ) -> Tensor | float:
-        """A known value as what a table holds: a number, or one for each column of a part.
-
-        Raises:
-            Refused: it is not known, or PyTorch would do something else with it.
-        """
-        if not isinstance(symbol, Known):
-            raise Refused(why_not(part, symbol))
-        value, like = symbol.value, part.like
-        assert like is not None
-        if type(value) in (int, float):
-            if type(value) is int and float(value) != value:
-                raise Refused("is written with a whole number too large for a table")
-            return float(value)
-        if type(value) not in (Tensor, Parameter) or value.layout != torch.strided:
-            raise Refused(f"is written with a {type(value).__name__}, not a number or a tensor")
-        if not value.is_floating_point():
-            raise Refused(f"is written with a tensor of {_dtype(value)}: only floats are lowered")
-        value = value.detach()
-        if not sets and value.device != self.device and value.dim():
-            raise Refused(f"lies on {self.device}, and what it is written with on {value.device}")
-        if not sets and value.dtype == torch.float64 != like.dtype and value.dim():
-            raise Refused("is written with a float64 tensor, for which PyTorch computes in float64")
-        if value.numel() == 1 and value.dim() <= like.dim():
-            number = value.reshape(()).double()
-            if not value.dim() and not sets and number != number.to(like.dtype):
-                raise Refused("is written with a 0-dimensional tensor that its dtype cannot hold")
-            return number.item()
-        if isinstance(part.columns, int) or value.numel() != value.shape[-1]:
-            raise Refused(
-                f"is written with a tensor of shape {list(value.shape)}: only a number, or one for "
-                "each column, is the same for every row"
-            )
-        return value.reshape(-1)
-
     def select(self, part: Part, index: Any) -> Part:
         """A part of a value: `value[index]`."""
         if part.index is None:
@@ -216,7 +99,7 @@ class Symbols:
             return part
         if not part.whole:
             raise Refused("is indexed twice")
-        rows, columns = _rows_and_columns(index)
+        rows, columns = rows_and_columns(index)
         if isinstance(columns, list):
             width = part.base.shape[1]
             if any(not -width <= c < width for c in columns):
@@ -240,7 +123,7 @@ class Symbols:
                 return tuple([self.index(e) for e in elements])
         symbol = self.of(node)
         if not isinstance(symbol, Known):
-            raise Refused(f"is indexed by `{ast.unparse(node)}`, which {_why(symbol)}")
+            raise Refused(f"is indexed by `{ast.unparse(node)}`, which {why_unknown(symbol)}")
         value = symbol.value
         if type(value) is Tensor and value.dtype == torch.int64 and value.dim() == 1:
             return value.tolist()
@@ -268,7 +151,7 @@ class Symbols:
             case ast.UnaryOp(op=ast.USub(), operand=inner):
                 symbol = self.of(inner)
                 if isinstance(symbol, Known):
-                    return Known(-_arithmetic(symbol.value), symbol.of)
+                    return Known(-number_or_tensor(symbol.value), symbol.of)
                 return self.operate(operator.mul, Known(-1), symbol)
             case ast.Tuple(elts=elements) | ast.List(elts=elements):
                 parts = [self.of(e) for e in elements]
@@ -358,10 +241,10 @@ class Symbols:
             return self.select(owner, self.index(index))
         if isinstance(owner, Made):
             if owner.kind == "dot" and self.index(index) in ((slice(None), None), (Ellipsis, None)):
-                return self._as_column(owner)
+                return as_column(owner)
             return None
         if not isinstance(owner, Known):
-            return None
+            raise Refused(owner.why)
         chosen, value = self.index(index), owner.value
         if isinstance(value, Module):
             return self._child(value.path, chosen)
@@ -382,75 +265,6 @@ class Symbols:
         names = self.tree.modules[path].children
         return [Module(f"{path}.{name}" if path else name) for name in names]
 
-    def operate(self, op: Callable[..., Any] | None, left: Symbol, right: Symbol) -> Symbol | None:
-        """`left op right`."""
-        if op is None or isinstance(left, Unknown) or isinstance(right, Unknown):
-            return None
-        if isinstance(left, Known) and isinstance(right, Known):
-            if op is operator.pow and type(left.value) is type(right.value) is int:
-                return None  # it may take for ever
-            return Known(op(_arithmetic(left.value), _arithmetic(right.value)), left.of | right.of)
-        if getattr(left, "like", 0) is None or getattr(right, "like", 0) is None:
-            return None
-        for part, known in ((left, right), (right, left)):
-            if isinstance(part, Part) and isinstance(known, Known) and op is not operator.matmul:
-                self.operand(part, known)  # says more than PyTorch would
-        like = op(_like(left), _like(right))
-        match left, right:
-            case Part() as part, Known() as known:
-                return self._scaled(part, known, op, like)
-            case Known() as known, Part() as part if op in (operator.add, operator.mul):
-                return self._scaled(part, known, op, like)
-            case (Part() as part, Made(kind="along") as taken) if op in (operator.add, operator.sub):
-                return _projected(part, taken, op is operator.add, like)
-            case (Made(kind="along") as taken, Part() as part) if op is operator.add:
-                return _projected(part, taken, True, like)
-            case Made(kind="dot" | "along") as made, Known() as known:
-                if op in (operator.mul, operator.truediv):
-                    return self._times(made, known, op, like)
-            case (Known() as known, Made(kind="dot" | "along") as made) if op is operator.mul:
-                return self._times(made, known, op, like)
-        return None
-
-    def _scaled(self, part: Part, known: Known, op: Any, like: Tensor) -> Symbol | None:
-        if op is operator.matmul:
-            return self._dot(part, known, like)
-        if op is operator.truediv:
-            number = self.operand(part, known)
-            if isinstance(number, Tensor) or (isinstance(known.value, Tensor) and known.value.is_cuda):
-                raise Refused("is divided by a tensor: multiply it by the reciprocal")
-            return Made(part, "scale", _reciprocal(number), like, known.of)
-        if op is operator.mul:
-            return Made(part, "scale", self.operand(part, known), like, known.of)
-        if op in (operator.add, operator.sub):
-            number = self.operand(part, known)
-            return Made(part, "add", -number if op is operator.sub else number, like, known.of)
-        return None
-
-    def _dot(self, part: Part, known: Known, like: Tensor) -> Symbol | None:
-        direction = self.operand(part, known)
-        if not isinstance(direction, Tensor) or known.value.dim() != 1:
-            return None
-        assert part.like is not None
-        if direction.dtype != part.like.dtype:
-            raise Refused(f"is {_dtype(part.like)}, and the direction {_dtype(direction)}")
-        return Made(part, "dot", direction, like, known.of, column=not like.dim())
-
-    def _times(self, made: Made, known: Known, op: Any, like: Tensor) -> Symbol | None:
-        number = self.operand(made.part, known)
-        of = made.of | known.of
-        if isinstance(number, float):
-            by = _reciprocal(number) if op is operator.truediv else number
-            return replace(made, factor=made.factor * by, like=like, of=of)
-        if op is operator.truediv or not made.column or made.kind == "along":
-            return None
-        return replace(made, kind="along", along=number, like=like, of=of)
-
-    def _as_column(self, made: Made) -> Made | None:
-        if made.like.dim() != 1 or made.column:
-            return None
-        return replace(made, like=made.like[:, None], column=True)
-
     def _call(self, function: ast.expr, args: list[ast.expr], keywords: Any) -> Symbol | None:
         given = [self.of(a) for a in args]
         named = {k.arg: self.of(k.value) for k in keywords}
@@ -460,9 +274,13 @@ class Symbols:
             owner = self.of(function.value)
             if isinstance(owner, Part | Made):
                 return self._method(owner, function.attr, given, named)
-            if isinstance(owner, Known) and not isinstance(owner.value, ModuleType):
+            if not isinstance(owner, Known):
+                raise Refused(owner.why)
+            if not isinstance(owner.value, ModuleType):
                 return self._known_method(owner, function.attr, given, named)
-        called = self.of(function)
+            called = self._attribute(owner, function.attr)
+        else:
+            called = self.of(function)
         if not isinstance(called, Known) or id(called.value) not in _FUNCTIONS:
             return None
         if isinstance(given[0] if given else None, Part | Made):
@@ -515,11 +333,10 @@ class Symbols:
         if name in _AS_OPERATORS and len(given) == 1:
             return self.operate(_AS_OPERATORS[name], owner, given[0])
         shape = [s.value for s in given if isinstance(s, Known)]
-        if isinstance(owner, Made) and owner.kind == "dot":
-            if (name == "unsqueeze" and shape in ([-1], [1])) or (
-                name in ("view", "reshape") and shape in ([-1, 1], [(-1, 1)])
-            ):
-                return self._as_column(owner)
+        as_one = name == "unsqueeze" and shape in ([-1], [1])
+        as_one |= name in ("view", "reshape") and shape in ([-1, 1], [(-1, 1)])
+        if as_one and isinstance(owner, Made) and owner.kind == "dot":
+            return as_column(owner)
         return None
 
     def _sum(self, made: Made, dim: Any = None, keepdim: bool = False) -> Symbol | None:
@@ -536,7 +353,7 @@ class Symbols:
         if function in (torch.matmul, torch.mv, torch.dot) and len(rest) == 1:
             return self.operate(operator.matmul, first, rest[0])
         if function is torch.outer and isinstance(first, Made) and len(rest) == 1:
-            column = self._as_column(first) if first.kind == "dot" else None
+            column = as_column(first) if first.kind == "dot" else None
             return None if column is None else self.operate(operator.mul, column, rest[0])
         if function in (torch.zeros_like, torch.ones_like, torch.full_like):
             if not isinstance(first, Part) or first.like is None:
@@ -544,107 +361,6 @@ class Symbols:
             given = [Known(0.0 if function is torch.zeros_like else 1.0), *rest][-1]
             return Made(first, "set", self.operand(first, given), first.like, given.of)
         return None
-
-
-def why_not(part: Part, symbol: Symbol) -> str:
-    """Why what a part is written with is no operand, in words that follow `... is written`."""
-    others = [at for at in locations_of(symbol) if at != f"{part.path}.output"]
-    if others:
-        return f"is written with a value that depends on {' and '.join(others)}"
-    if isinstance(symbol, Unknown) and symbol.why:
-        verb = "" if symbol.why.startswith("is ") else "is written with a value that "
-        return verb + symbol.why
-    if locations_of(symbol):
-        return "is written with more than one sum, multiple or projection of it"
-    return "is written with a value that is not known before the block runs"
-
-
-def locations_of(symbol: Symbol) -> tuple[str, ...]:
-    """The locations that a symbol depends on."""
-    if isinstance(symbol, Unknown):
-        return symbol.at
-    if isinstance(symbol, Known):
-        return ()
-    return (f"{(symbol.part if isinstance(symbol, Made) else symbol).path}.output",)
-
-
-def ids_of(value: Any) -> Ids:
-    """The containers and tensor memories in a value: what a change of it would change."""
-    if isinstance(value, Tensor):
-        return frozenset((id(value), value.untyped_storage().data_ptr()))
-    if isinstance(value, dict):
-        value = [*value.values(), value]
-        return NONE.union({id(value[-1])}, *(ids_of(v) for v in value[:-1]))
-    if isinstance(value, list | tuple):
-        return NONE.union({id(value)}, *(ids_of(v) for v in value))
-    if isinstance(value, int | float | str | bytes | bool | Node | ModuleType) or callable(value):
-        return NONE
-    return frozenset((id(value),))
-
-
-def _nodes_as_modules(value: Any) -> Any:
-    if isinstance(value, Node):
-        return Module(value._path)
-    if type(value) in (list, tuple) and any(isinstance(v, Node) for v in value):
-        return type(value)([_nodes_as_modules(v) for v in value])
-    return value
-
-
-def _rows_and_columns(index: Any) -> tuple[slice | int, slice | int | list[int]]:
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if len(parts) == 2 and parts[0] is Ellipsis:
-        parts[0] = slice(None)
-    if len(parts) == 1:
-        parts.append(slice(None))
-    if len(parts) == 2 and parts[1] is Ellipsis:
-        parts[1] = slice(None)
-    rows, columns = parts if len(parts) == 2 else (None, None)
-    if isinstance(columns, range):
-        columns = list(columns)
-    if type(rows) not in (slice, int) or type(columns) not in (slice, int, list):
-        raise Refused("is indexed by more than a number or a slice of rows and of columns")
-    if isinstance(columns, list) and any(type(c) is not int for c in columns):
-        raise Refused("is indexed by columns that are not plain numbers")
-    return rows, columns  # type: ignore[return-value]
-
-
-def _arithmetic(value: Any) -> Any:
-    if type(value) not in (int, float, Tensor, Parameter):
-        raise Refused(f"is written with arithmetic on a {type(value).__name__}")
-    return value
-
-
-def _like(symbol: Symbol) -> Any:
-    if isinstance(symbol, Known):
-        value = _arithmetic(symbol.value)
-        return value.to("meta") if isinstance(value, Tensor) else value
-    assert isinstance(symbol, Part | Made)
-    return symbol.like
-
-
-def _projected(part: Part, taken: Made, plus: bool, like: Tensor) -> Made | None:
-    if not part.same(taken.part) or part.like is None or taken.like.shape != part.like.shape:
-        return None
-    factor = -taken.factor if plus else taken.factor
-    return replace(taken, kind="project", factor=factor, like=like)
-
-
-def _reciprocal(number: Tensor | float) -> float:
-    if isinstance(number, Tensor) or not math.isfinite(number) or not 1e-30 < abs(number) < 1e30:
-        raise Refused("is divided by what has no reciprocal that a table can hold")
-    return 1.0 / number
-
-
-def _why(symbol: Symbol) -> str:
-    at = locations_of(symbol)
-    if at:
-        return f"depends on {' and '.join(at)}"
-    why = symbol.why if isinstance(symbol, Unknown) else ""
-    return why or "is not known before the block runs"
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 _TRACERS = (Tracer, InvokeContext, BlockTracer)
@@ -666,11 +382,12 @@ _AS_OPERATORS = {
     "matmul": operator.matmul,
     "mv": operator.matmul,
 }
-_METHODS = frozenset(
-    "abs add bfloat16 clone contiguous cpu detach div dot double expand flatten float half item "
-    "matmul mean mul mv neg norm numel reshape size sqrt squeeze sub sum t to tolist type_as "
-    "unsqueeze view".split()
-)
+_PURE = """
+    abs add bfloat16 clone contiguous cpu detach div dot double expand flatten float half item
+    matmul mean mul mv neg norm numel reshape size sqrt squeeze sub sum t to tolist type_as
+    unsqueeze view
+"""
+_METHODS = frozenset(_PURE.split())
 _FUNCTIONS = frozenset(
     id(function)
     for function in (
