@@ -174,6 +174,7 @@ NAMES: dict[str, Any] = {
     "one": torch.tensor(1.5),
     "column": torch.arange(4.0)[:, None],
     "columns": torch.tensor([0, 4]),
+    "rising": iter([1, 2]),
     "parameter": nn.Parameter(V.clone()),
 }
 
@@ -495,6 +496,14 @@ def test_a_block_without_writes_is_lowered_as_it_stands() -> None:
         ("xs = [v]\nxs[0].mul_(2)\nL.output[:] += v", "line 2 may change"),
         ("torch.add(v, 1, out=v)\nL.output[:] += v", "line 1 may change"),
         ("vs.append(v)\nfor w in vs:\n L.output[:] += w", "may change|not known|written again"),
+        ("w = torch.ones(6)\nw[0] = 3\nL.output[:] += w", "line 2 may change"),
+        ("w = torch.ones(6)\nu = w\nw += 1\nL.output[:] += u", "line 3 may change"),
+        ("xs = [1.0]\nxs.append(2.0)\nL.output[:] *= sum(xs)", "may change|not known"),
+        ("xs = [1]\nys = xs\nxs.append(2)\nL.output[:, ys] = 0", "line 3 may change"),
+        ("columns[0] = 2\nL.output[:, columns] = 0", "line 1 may change"),
+        ("for w in [torch.ones(6)]:\n u = w\n u += 1\n L.output[:] += w", "line 3 may change"),
+        ("L.output[:] *= sum(rising)", "not known before"),
+        ("for i, w in zip(rising, vs):\n L.output[:] += w", "rounds are not known"),
         ("tracer.stop()\nL.output[:] = 0", "2: .*may have been stopped"),
         ("x = tracer.result.outputs\nL.output[:] = 0", "comes after result"),
         ("x = model.logits\nL.output[:] = 0", "2: .*comes after logits"),
@@ -546,6 +555,7 @@ def test_what_is_not_lowered_says_why(text: str, reason: str) -> None:
         "L.output[:] = 0\nx = model.embed.output.save()",
         "for s in tracer.all():\n L.output[:] = 0\n x = model.embed.output",
         "h = model.embed.output\nL.output[:] = 0\nh += 1\nx = model.logits",
+        "for s in tracer.all():\n L.output[:] = 0\nh = L.output",
         "a, b = L.output[:2]\nfoo.bar\nL.output[:] = 0",
     ],
 )

@@ -154,7 +154,7 @@ class _Lowering(Writes):
     def compare(self, body: list[ast.stmt], gone: set[ast.stmt], order: Order) -> None:
         """Hold the writes against everything else that the block does."""
         for affine, of in self.used:
-            for one in of & self.changed.keys():
+            for one in (of | self.symbols.indexed) & self.changed.keys():
                 words = f"with what line {self.changed[one]} may change"
                 self.reasons.append((affine.line, f"{affine.path}.output is written {words}"))
         for node in self.lowered & self.kept:

@@ -6,7 +6,7 @@ import ast
 import builtins
 import math
 import operator
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -55,6 +55,7 @@ class Symbols(Arithmetic):
         super().__init__(device)
         self.tree = tree
         self.visit = 0
+        self.indexed: Ids = NONE  # what any index was computed from
         self.names: dict[str, Symbol] = {}
         for name, value in names.items():
             self.names[name] = Known(nodes_as_modules(value), ids_of(value))
@@ -125,6 +126,7 @@ class Symbols(Arithmetic):
         if not isinstance(symbol, Known):
             raise Refused(f"is indexed by `{ast.unparse(node)}`, which {why_unknown(symbol)}")
         value = symbol.value
+        self.indexed |= symbol.of
         if type(value) is Tensor and value.dtype == torch.int64 and value.dim() == 1:
             return value.tolist()
         if isinstance(value, Tensor):
@@ -292,7 +294,10 @@ class Symbols(Arithmetic):
         if not all(isinstance(s, Known) for s in every):
             return None
         values = [self.spread(s.value) for s in given]
-        if any(isinstance(v, Sized) and len(v) > _MOST for v in values if type(v) is not Tensor):
+        shapes = id(function) in _SHAPING
+        if not all(
+            _plain(v, 0 if shapes else 1) for v in (*values, *(s.value for s in named.values()))
+        ):
             return None
         made = function(*values, **{k: s.value for k, s in named.items()})
         if isinstance(made, zip | enumerate | reversed):
@@ -363,6 +368,14 @@ class Symbols(Arithmetic):
         return None
 
 
+def _plain(value: Any, depth: int) -> bool:
+    """Whether code that is given a value runs no code of the user's, and not for long."""
+    if type(value) in (list, tuple, dict, range, torch.Size) and len(value) <= _MOST:
+        return not depth or all(_plain(v, depth - 1) for v in value)
+    return type(value) in (bool, int, float, str, Tensor, Parameter, *_CONSTANTS)
+
+
+_CONSTANTS = (type(None), torch.dtype, torch.device)
 _TRACERS = (Tracer, InvokeContext, BlockTracer)
 _OPERATORS: dict[type[ast.operator], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -388,6 +401,8 @@ _PURE = """
     unsqueeze view
 """
 _METHODS = frozenset(_PURE.split())
+_SHAPING = frozenset(map(id, (enumerate, len, list, reversed, tuple, zip)))
+"""Functions that do nothing with what the lists that they are given hold."""
 _FUNCTIONS = frozenset(
     id(function)
     for function in (

@@ -20,6 +20,7 @@ from nnsight_core.lowering.symbols import (
     Refused,
     Symbol,
     Unknown,
+    ids_of,
     locations_of,
     why_not,
 )
@@ -226,7 +227,7 @@ class Writes(Notes):
             self.keep(node, quiet=True)
             self.bind(target, symbol)
             return True
-        if isinstance(target, ast.Tuple) and not self.unpack(target, symbol):
+        if self.late or (isinstance(target, ast.Tuple) and not self.unpack(target, symbol)):
             return False
         if isinstance(target, ast.Name):
             self.symbols.names[target.id] = symbol
@@ -253,7 +254,9 @@ class Writes(Notes):
         """Names get parts of a known value; those that cannot be told get nothing."""
         match target:
             case ast.Name(id=name):
-                self.symbols.names[name] = symbol
+                # What has a name may be changed, here and under its other names.
+                of = symbol.of | ids_of(symbol.value)
+                self.symbols.names[name] = Known(symbol.value, of)
                 path = symbol.value.path if isinstance(symbol.value, Module) else None
                 self.effects.bind(target, path)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
