@@ -504,6 +504,8 @@ def test_a_block_without_writes_is_lowered_as_it_stands() -> None:
         ("for w in [torch.ones(6)]:\n u = w\n u += 1\n L.output[:] += w", "line 3 may change"),
         ("L.output[:] *= sum(rising)", "not known before"),
         ("for i, w in zip(rising, vs):\n L.output[:] += w", "rounds are not known"),
+        ("L.output[:] += torch.dot(v, d, out=one)", "not known before"),
+        ("h = L.output\nfor s in tracer.iter[1:]:\n h[:] = 0", "in another step"),
         ("tracer.stop()\nL.output[:] = 0", "2: .*may have been stopped"),
         ("x = tracer.result.outputs\nL.output[:] = 0", "comes after result"),
         ("x = model.logits\nL.output[:] = 0", "2: .*comes after logits"),
@@ -567,6 +569,12 @@ def test_what_raises_still_does(text: str) -> None:
         assert MACHINE.run(found.rest, NAMES, found.writes).error is not None
     else:
         assert found.reasons
+
+
+def test_lowering_changes_no_value_of_the_user() -> None:
+    lowered("for i, w in zip(rising, vs):\n model.layers[i].output += w * sum(rising)")
+    lowered("model.embed.output *= torch.dot(v, d, out=one)")
+    assert list(NAMES["rising"]) == [1, 2] and NAMES["one"].item() == 1.5
 
 
 # -- types, devices, orders ------------------------------------------------------------------------

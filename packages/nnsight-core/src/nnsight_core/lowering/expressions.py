@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch.nn import Parameter
 from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.loops import ALL_STEPS, StepChoice
 from nnsight_core.lowering.arithmetic import Arithmetic, as_column, number_or_tensor
+from nnsight_core.lowering.pure import FUNCTIONS, METHODS, may_run
 from nnsight_core.lowering.symbols import (
     NONE,
     ROWS,
@@ -37,9 +37,6 @@ from nnsight_core.lowering.symbols import (
 )
 from nnsight_core.tracer import InvokeContext, Tracer
 from nnsight_core.tree import TOKENS, ModelTree
-
-_MOST = 100_000
-"""Length of a list up to which it is gone through here, where no time limit holds."""
 
 
 class Symbols(Arithmetic):
@@ -143,7 +140,7 @@ class Symbols(Arithmetic):
                 if name in self.names:
                     return self.names[name]
                 found = getattr(builtins, name, None)
-                return Known(found) if id(found) in _FUNCTIONS else None
+                return Known(found) if id(found) in FUNCTIONS else None
             case ast.Attribute(value=owner, attr=name):
                 return self._attribute(self.of(owner), name)
             case ast.Subscript(value=owner, slice=index):
@@ -283,7 +280,7 @@ class Symbols(Arithmetic):
             called = self._attribute(owner, function.attr)
         else:
             called = self.of(function)
-        if not isinstance(called, Known) or id(called.value) not in _FUNCTIONS:
+        if not isinstance(called, Known) or id(called.value) not in FUNCTIONS:
             return None
         if isinstance(given[0] if given else None, Part | Made):
             return self._function(called.value, given, named)
@@ -294,12 +291,10 @@ class Symbols(Arithmetic):
         if not all(isinstance(s, Known) for s in every):
             return None
         values = [self.spread(s.value) for s in given]
-        shapes = id(function) in _SHAPING
-        if not all(
-            _plain(v, 0 if shapes else 1) for v in (*values, *(s.value for s in named.values()))
-        ):
+        options = {name: s.value for name, s in named.items()}
+        if not may_run(function, values, options):
             return None
-        made = function(*values, **{k: s.value for k, s in named.items()})
+        made = function(*values, **options)
         if isinstance(made, zip | enumerate | reversed):
             made = list(made)
         return Known(made, NONE.union(*(s.of for s in every)))
@@ -317,7 +312,7 @@ class Symbols(Arithmetic):
             return Known(Module(path)) if path in self.tree.modules else None
         if type(value) is dict and name in ("items", "keys", "values") and not given:
             return Known(list(getattr(value, name)()), owner.of)
-        if type(value) in (Tensor, Parameter) and name in _METHODS:
+        if type(value) in (Tensor, Parameter) and name in METHODS:
             if name in ("to", "type_as"):
                 given = [
                     Known(g.like.dtype) if isinstance(g, Part) and g.like is not None else g
@@ -368,14 +363,6 @@ class Symbols(Arithmetic):
         return None
 
 
-def _plain(value: Any, depth: int) -> bool:
-    """Whether code that is given a value runs no code of the user's, and not for long."""
-    if type(value) in (list, tuple, dict, range, torch.Size) and len(value) <= _MOST:
-        return not depth or all(_plain(v, depth - 1) for v in value)
-    return type(value) in (bool, int, float, str, Tensor, Parameter, *_CONSTANTS)
-
-
-_CONSTANTS = (type(None), torch.dtype, torch.device)
 _TRACERS = (Tracer, InvokeContext, BlockTracer)
 _OPERATORS: dict[type[ast.operator], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -395,22 +382,3 @@ _AS_OPERATORS = {
     "matmul": operator.matmul,
     "mv": operator.matmul,
 }
-_PURE = """
-    abs add bfloat16 clone contiguous cpu detach div dot double expand flatten float half item
-    matmul mean mul mv neg norm numel reshape size sqrt squeeze sub sum t to tolist type_as
-    unsqueeze view
-"""
-_METHODS = frozenset(_PURE.split())
-_SHAPING = frozenset(map(id, (enumerate, len, list, reversed, tuple, zip)))
-"""Functions that do nothing with what the lists that they are given hold."""
-_FUNCTIONS = frozenset(
-    id(function)
-    for function in (
-        *(abs, bool, enumerate, float, int, len, list, max, min, range, reversed, round, sum),
-        *(tuple, zip, math.sqrt, math.exp, math.log),
-        *(torch.zeros, torch.ones, torch.full, torch.tensor, torch.norm, torch.linalg.norm),
-        *(torch.dot, torch.outer, torch.matmul, torch.mv, torch.nn.functional.normalize),
-        *(torch.linalg.vector_norm, torch.sqrt, torch.abs, torch.stack, torch.cat),
-        *(torch.zeros_like, torch.ones_like, torch.full_like),
-    )
-)
