@@ -606,7 +606,7 @@ def test_a_write_is_computed_in_the_type_that_pytorch_computes_it_in(text: str) 
     ("text", "reason"),
     [
         ("L.output = L.output + v", "torch.float32 of width 6, and holds torch.bfloat16"),
-        ("L.output -= (L.output @ d)[:, None] * d", "is bfloat16, and the direction float32"),
+        ("L.output -= (L.output @ d)[:, None] * d", "raises RuntimeError: .*same dtype"),
         ("L.output += v.double()", "computes in float64"),
         ("L.output *= torch.tensor(0.1)", "0-dimensional tensor that its dtype cannot hold"),
         ("L.output += (v > 0)", "with a value that is not known|only floats"),

@@ -1,7 +1,7 @@
 """Arithmetic on symbols: which operations on a location's value are one affine write.
 
-Shapes and dtypes are followed by PyTorch itself on tensors without memory, so that what raises
-where the block runs raises here.
+Shapes and dtypes are followed by PyTorch itself on small tensors of zeros (faster than on `meta`
+tensors, whose operations are Python), so that what raises where the block runs raises here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nnsight_core.lowering.symbols import (
     Refused,
     Symbol,
     Unknown,
+    blank,
     why_not,
 )
 
@@ -133,9 +134,6 @@ class Arithmetic:
         direction = self.operand(part, known)
         if not isinstance(direction, Tensor):
             return None
-        assert part.like is not None
-        if direction.dtype != part.like.dtype:
-            raise Refused(f"is {_dtype(part.like)}, and the direction {_dtype(direction)}")
         return Made(part, "dot", direction, like, known.of, column=not like.dim())
 
     def _times(self, made: Made, known: Known, op: Any, like: Tensor) -> Symbol | None:
@@ -166,7 +164,7 @@ def number_or_tensor(value: Any) -> Any:
 def _like(symbol: Symbol) -> Any:
     if isinstance(symbol, Known):
         value = number_or_tensor(symbol.value)
-        return value.to("meta") if isinstance(value, Tensor) else value
+        return blank(value.shape, value.dtype) if isinstance(value, Tensor) else value
     assert isinstance(symbol, Part | Made)
     return symbol.like
 

@@ -29,6 +29,7 @@ from nnsight_core.lowering.symbols import (
     Refused,
     Symbol,
     Unknown,
+    blank,
     ids_of,
     locations_of,
     nodes_as_modules,
@@ -227,7 +228,7 @@ class Symbols(Arithmetic):
             raise Refused("is not one row of numbers for each token")
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise Refused("does not hold floats")
-        like = torch.empty(ROWS, info.shape[1], dtype=dtype, device="meta")
+        like = blank((ROWS, info.shape[1]), dtype)
         return Part(path, index, like, like, self.visit)
 
     def _tensor(self, part: Part, index: Any) -> Part:

@@ -6,6 +6,7 @@ value, or one affine operation on one, or nothing that a table could hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -63,7 +64,7 @@ class Part:
 
     Attributes:
         index: which tensor; None for a tuple of them.
-        like: a tensor of its shape and dtype, without memory; None for a tuple.
+        like: a tensor of its shape and dtype; None for a tuple.
         base: as `like`, for the whole tensor.
         visit: in which loop of the block it was read.
         own: whether a write in it is a write in the location.
@@ -108,6 +109,11 @@ class Made:
 
 
 Symbol = Known | Unknown | Part | Made
+
+
+def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros to try shapes and dtypes on, all in the memory of one number."""
+    return torch.zeros((), dtype=dtype, device="cpu").expand(tuple(shape))
 
 
 def why_not(part: Part, symbol: Symbol) -> str:

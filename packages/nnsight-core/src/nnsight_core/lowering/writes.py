@@ -20,6 +20,7 @@ from nnsight_core.lowering.symbols import (
     Refused,
     Symbol,
     Unknown,
+    blank,
     ids_of,
     locations_of,
     why_not,
@@ -179,7 +180,7 @@ class Writes(Notes):
         if isinstance(value, torch.Tensor):
             if not part.own and value.dim() > _like(part).dim():
                 raise Refused(f"is written with a tensor of shape {list(value.shape)}")
-            value = value.detach().to("meta")
+            value = blank(value.shape, value.dtype)
         torch.empty_like(_like(part))[...] = value
 
     def write(self, node: ast.stmt, part: Part, made: Made) -> bool:
