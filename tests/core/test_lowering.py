@@ -460,7 +460,8 @@ def test_a_block_without_writes_is_lowered_as_it_stands() -> None:
         ("L.output[:] += torch.randn(6)", "not known before"),
         ("L.output[:] += helper(v)", "not known before"),
         ("L.output[:] /= v", "multiply it by the reciprocal"),
-        ("L.output[:] /= 0", "no reciprocal"),
+        ("L.output[:] /= 3", "by no power of two"),
+        ("L.output[:] /= 0", "by no power of two"),
         ("L.output **= 2", "an operator that is not lowered"),
         ("L.output.clamp_(0)", "by `clamp_`"),
         ("L.output.add_(v, alpha=2)", "by `add_`"),
@@ -624,6 +625,12 @@ def test_an_operand_elsewhere_is_not_lowered() -> None:
     assert "lies on cuda:0, and what it is written with on cpu" in str(found)
     assert isinstance(lowered("model.embed.output[:] = v", device="cuda:0"), Lowered)
     assert isinstance(lowered("model.embed.output *= one", device="cuda:0"), Lowered)
+
+
+def test_a_gpu_divides_by_a_number_as_a_table_does() -> None:
+    found = lowered("model.embed.output /= 3", device="cuda:0")
+    assert isinstance(found, Lowered) and found.writes[0].operand == 1 / 3
+    assert "no reciprocal" in str(lowered("model.embed.output /= 0", device="cuda:0"))
 
 
 def test_a_model_of_which_nothing_is_recorded_is_not_lowered() -> None:

@@ -115,18 +115,25 @@ class Arithmetic:
         if op is operator.matmul:
             return self._dot(part, known, like)
         if op is operator.truediv:
-            number = self.operand(part, known)
-            if isinstance(number, Tensor) or (
-                isinstance(known.value, Tensor) and known.value.is_cuda
-            ):
-                raise Refused("is divided by a tensor: multiply it by the reciprocal")
-            return Made(part, "scale", _reciprocal(number), like, known.of)
+            by = self._divisor(self.operand(part, known), known.value)
+            return Made(part, "scale", by, like, known.of)
         if op is operator.mul:
             return Made(part, "scale", self.operand(part, known), like, known.of)
         if op in (operator.add, operator.sub):
             number = self.operand(part, known)
             return Made(part, "add", -number if op is operator.sub else number, like, known.of)
         return None
+
+    def _divisor(self, number: Tensor | float, given: Any) -> float:
+        """What to multiply by instead of dividing, if that is what PyTorch does or the same."""
+        if isinstance(number, Tensor):
+            raise Refused("is divided by a tensor: multiply it by the reciprocal")
+        number_itself = not isinstance(given, Tensor) or (not given.dim() and not given.is_cuda)
+        exact = abs(math.frexp(number)[0]) == 0.5
+        # On a GPU, PyTorch divides by a number by multiplying with its reciprocal.
+        if not exact and not (number_itself and self.device.type == "cuda"):
+            raise Refused("is divided by no power of two: multiply it by the reciprocal")
+        return _reciprocal(number)
 
     def _dot(self, part: Part, known: Known, like: Tensor) -> Symbol | None:
         if not isinstance(known.value, Tensor) or known.value.dim() != 1:
