@@ -32,7 +32,10 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
 )
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+# `NNSIGHT_TEST_COMPILED=1` runs every test on compiled engines (with CUDA graphs on a GPU).
+COMPILED = os.environ.get("NNSIGHT_TEST_COMPILED") == "1"
+if not COMPILED:
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -86,8 +89,24 @@ def _engine(path: str, **arguments: Any) -> VLLM:
     if torch.cuda.is_available():
         # Several engines share one GPU here.
         arguments = {"gpu_memory_utilization": 0.15, **arguments}
+    # Compiling takes longer than most tests; what is compiled has fixtures of its own.
+    if COMPILED:
+        arguments = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}, **arguments}
+    else:
+        arguments = {"enforce_eager": True, **arguments}
     settings = {"dtype": "float32", "max_model_len": 256, "seed": 0, **arguments}
     return VLLM(path, dispatch=True, **settings)
+
+
+def _compiled(path: str, **arguments: Any) -> VLLM:
+    """An engine as vLLM builds it by default: compiled, on a GPU with CUDA graphs."""
+    import torch
+
+    torch._dynamo.config.disable = False
+    graphs = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+        return _engine(path, enforce_eager=False, compilation_config=graphs, **arguments)
 
 
 def _small_engine(name: str) -> VLLM:
@@ -123,6 +142,21 @@ def tight(gpt2_path: str) -> Iterator[VLLM]:
     room = {"max_num_batched_tokens": 40, "max_num_seqs": 6}
     memory = {"block_size": 16, "num_gpu_blocks_override": 20}
     with _engine(gpt2_path, **room, **memory) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def compiled_gpt2(gpt2_path: str) -> Iterator[VLLM]:
+    """The GPT-2, compiled, with taps beside the default ones."""
+    taps = ["resid", "transformer.h.*.mlp.output", "transformer.h.*.attn.input"]
+    with _compiled(gpt2_path, taps=taps) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def compiled_llama(llama_path: str) -> Iterator[VLLM]:
+    """The Llama, compiled, with the default taps."""
+    with _compiled(llama_path) as model:
         yield model
 
 

@@ -53,6 +53,7 @@ class Ended:
     Attributes:
         saves: what it saved, by name.
         error: what it raised, ready to be raised here.
+        ways: how many steps of the request had run in which way.
     """
 
     invoke: int
@@ -61,6 +62,7 @@ class Ended:
     value: Any = None
     error: BaseException | None = None
     warnings: list[Noted] = field(default_factory=list)
+    ways: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -162,7 +162,6 @@ class Recorder:
         self._cache = cache
         self._every = every
         self._options = options
-        self._rows = run.interleaver.rows
         sides = [s for s, on in (("input", options["inputs"]), ("output", options["output"])) if on]
         self.locations = [places.location(path, side) for path in paths for side in sides]
         self._inputs: dict[str, list[Any]] = {}
@@ -172,9 +171,10 @@ class Recorder:
         path = location.path
         if path in self._cache.missing:
             return value
+        assert self._run.interleaver is not None
         try:
             with outside_inference():
-                visit = Visit(self._rows, self._run, location, value)
+                visit = Visit(self._run.interleaver.rows, self._run, location, value)
                 kept = self._plain(visit.value)
         except Exception as error:
             if not self._every:

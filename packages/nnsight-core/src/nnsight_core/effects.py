@@ -11,7 +11,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.code import PURE_CALLS, PURE_METHODS, Code
@@ -20,6 +21,7 @@ from nnsight_core.node import Node, Operation, Source
 from nnsight_core.tracer import InvokeContext, Tracer
 from nnsight_core.tree import ModelTree
 
+FIRST, LOOP, AFTER = 0, 1, 2
 _SIDES = ("output", "input", "inputs")
 _VALUES = ("logits", "samples")
 _EVERY, _UNKNOWN = "**", "?"
@@ -40,11 +42,13 @@ class Access:
         path: the module's or operation's path, with `*` for what is not known.
         side: `output`, `input`, `logits`, `samples`, or `module` if it is only named or called.
         line: where the block says so.
+        when: in which steps: `FIRST` before any loop over steps, `LOOP` in one, `AFTER` behind one.
     """
 
     path: str
     side: str
     line: int
+    when: int = 0
 
 
 @dataclass(slots=True)
@@ -55,6 +59,14 @@ class Effects:
     writes: list[Access] = field(default_factory=list)
     opaque: bool = False
     """Whether the block hands nodes or values to code that cannot be seen."""
+    calls: bool = False
+    """Whether the block runs modules of the model itself."""
+    stops: bool = False
+    """Whether the block may end its request."""
+    loops: bool = False
+    """Whether the block loops over steps of its request."""
+    loose: bool = False
+    """Whether the text does not show which part of it runs in which steps."""
 
     def sources(self) -> list[str]:
         """The modules and operations whose `.source` is surely touched, outer ones first.
@@ -123,9 +135,38 @@ def effects_of(
         tree: the model's tree, which tells a module's child from one of its other attributes.
         targets: the names that `as` binds to the tracer.
     """
-    walk = Walk(code, names, tree, targets)
-    walk.block(statements_of(code))
-    return walk.effects
+    return text_of(code, names, targets).effects(tree)
+
+
+class Text(NamedTuple):
+    """A block's text, with what its names say about it: all that its effects are read from."""
+
+    code: Code
+    known: tuple[tuple[str, Any], ...]
+
+    def effects(self, tree: ModelTree | None = None) -> Effects:
+        """Its effects, which nobody may change: they are kept for the next one who asks."""
+        return _read(self, _Same(tree))
+
+
+def text_of(code: Code, names: Mapping[str, Any], targets: Iterable[str] = ()) -> Text:
+    """A block's text. See `effects_of`."""
+    known = {name: _of_value(value) for name, value in names.items()}
+    known.update(dict.fromkeys(targets, _Tracer()))
+    return Text(code, tuple((name, thing) for name, thing in known.items() if thing is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """A tree, which is taken for another one only if it is the same object."""
+
+    tree: ModelTree | None
+
+    def __hash__(self) -> int:
+        return id(self.tree)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.tree is other.tree
 
 
 def statements_of(code: Code) -> list[ast.stmt]:
@@ -133,6 +174,13 @@ def statements_of(code: Code) -> list[ast.stmt]:
     wrapper = ast.parse("if 1:\n" + code.source).body[0]
     assert isinstance(wrapper, ast.If)
     return wrapper.body
+
+
+@lru_cache(maxsize=1024)
+def _read(text: Text, tree: _Same) -> Effects:
+    walk = Walk(text, tree.tree)
+    walk.block(statements_of(text.code))
+    return walk.effects
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,19 +240,13 @@ def _common(paths: Iterable[str]) -> str:
 class Walk(ast.NodeVisitor):
     """Reads the effects of statements, one after the other. See `effects_of`."""
 
-    def __init__(
-        self,
-        code: Code,
-        names: Mapping[str, Any],
-        tree: ModelTree | None = None,
-        targets: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, text: Text, tree: ModelTree | None = None) -> None:
         self.tree = tree
-        self.shift = code.line - 2
-        self.known: dict[str, _Thing] = {name: _of_value(value) for name, value in names.items()}
-        self.known.update(dict.fromkeys(targets, _Tracer()))
+        self.shift = text.code.line - 2
+        self.known: dict[str, _Thing] = dict(text.known)
         self.effects = Effects()
         self.maybe = 0  # how many statements lie around this one that may not run
+        self.when = FIRST
 
     def block(self, body: list[ast.stmt]) -> None:
         for statement in body:
@@ -236,11 +278,18 @@ class Walk(ast.NodeVisitor):
             self.store(node.target, None)
 
     def visit_For(self, node: ast.For) -> None:
-        each = _each(self.thing(node.iter))
+        over = self.thing(node.iter)
+        steps = isinstance(over, _Tracer)
+        self.effects.loops |= steps
+        if steps and self.when == LOOP:
+            self.effects.loose = True
+        self.when = LOOP if steps else self.when
+        each = None if steps else _each(over)
         # What the loop leaves behind is there in its next round.
         for _ in range(2):
             self.store(node.target, each)
             self.branch(node.body)
+        self.when = AFTER if steps else self.when
         self.branch(node.orelse)
 
     def visit_While(self, node: ast.While) -> None:
@@ -337,7 +386,9 @@ class Walk(ast.NodeVisitor):
                 return self.thing(body)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 for part in node.generators:
-                    self.store(part.target, _each(self.thing(part.iter)))
+                    over = self.thing(part.iter)
+                    self.effects.loose |= isinstance(over, _Tracer)
+                    self.store(part.target, _each(over))
                     for test in part.ifs:
                         self.thing(test)
                 if isinstance(node, ast.DictComp):
@@ -368,7 +419,8 @@ class Walk(ast.NodeVisitor):
 
     def side(self, held: _Node, name: str, line: int) -> _Value:
         side = "input" if name == "inputs" else name
-        access = Access(held.path if side in ("output", "input") else "", side, line + self.shift)
+        path = held.path if side in ("output", "input") else ""
+        access = Access(path, side, line + self.shift, self.when)
         self.effects.reads.append(access)
         return _Value((access,))
 
@@ -386,6 +438,7 @@ class Walk(ast.NodeVisitor):
     def call(self, node: ast.Call) -> _Thing:
         arguments = [self.thing(a) for a in node.args]
         arguments += [self.thing(k.value) for k in node.keywords]
+        self.effects.loose |= any(isinstance(argument, _Tracer) for argument in arguments)
         for keyword in node.keywords:
             if keyword.arg == "out":
                 self.wrote(self.thing(keyword.value))
@@ -401,15 +454,17 @@ class Walk(ast.NodeVisitor):
                 if isinstance(base, _Tracer):
                     if name == "cache":
                         self.cache(node)
-                    return None
+                    self.effects.stops |= name == "stop"
+                    return base if name == "all" else None
                 if isinstance(base, _Node):
                     if name == "get" and not base.path:
                         return self.named(node)
                     if name == "skip":
-                        self.effects.writes.append(
-                            Access(base.path, "output", node.lineno + self.shift)
-                        )
+                        line = node.lineno + self.shift
+                        self.effects.reads.append(Access(base.path, "input", line, self.when))
+                        self.effects.writes.append(Access(base.path, "output", line, self.when))
                     else:
+                        self.effects.calls = True
                         self.attribute(base, name, node.lineno)
                     return None
                 if name.endswith("_") and not name.endswith("__"):
@@ -426,18 +481,20 @@ class Walk(ast.NodeVisitor):
             case ast.Name(id=name) if name in PURE_CALLS:
                 return held
         called = self.thing(node.func)
+        self.effects.calls |= isinstance(called, _Node)
         if not isinstance(called, _Node):
             self.effects.opaque = True
             self.wrote(held)
         return held
 
     def cache(self, node: ast.Call) -> None:
-        """`tracer.cache(modules)` reads what it is given, or everything."""
+        """`tracer.cache(modules)` reads what it is given, or everything, in every step."""
+        self.effects.loops = True
         given = [k.value for k in node.keywords if k.arg == "modules"] or node.args[:1]
         paths = [path for part in given for path in self.paths(part)] or [_EVERY]
         for path in paths:
             for side in ("output", "input"):
-                self.effects.reads.append(Access(path, side, 0))
+                self.effects.reads.append(Access(path, side, 0, LOOP))
 
     def paths(self, node: ast.expr) -> list[str]:
         match node:

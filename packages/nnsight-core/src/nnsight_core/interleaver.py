@@ -7,11 +7,11 @@ are no threads and no locks: a run's code executes inside the call that reports 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nnsight_core.checks import check_order, check_replacement
-from nnsight_core.errors import LocationError, WriteError
+from nnsight_core.errors import LocationError, NotATapError, WriteError
 from nnsight_core.locations import STEP, Location, Phase
 from nnsight_core.run import Run
 from nnsight_core.visit import Rows, Visit, outside_inference
@@ -44,6 +44,7 @@ class Interleaver:
         observers: what looks on in this forward pass, by location.
         phase: how far the step has come.
         on_end: called with each run that has ended.
+        reachable: the locations that this forward pass can reach; None for every one.
     """
 
     def __init__(self, rows: Rows, on_end: Callable[[Run], None]) -> None:
@@ -56,6 +57,7 @@ class Interleaver:
         self.skips: dict[Location, list[tuple[Run, Any]]] = {}
         self.observers: dict[Location, list[Observer]] = {}
         self.phase = Phase.OVER
+        self.reachable: Collection[Location] | None = None
 
     # -- a step, in the order of its calls -------------------------------------------------------
 
@@ -145,7 +147,14 @@ class Interleaver:
     # -- for the runs ----------------------------------------------------------------------------
 
     def check(self, run: Run, location: Location) -> None:
-        """Refuse a location that this step cannot reach any more."""
+        """Refuse a location that this step cannot reach, or not any more."""
+        reachable = self.reachable
+        if reachable is not None and location.phase == Phase.FORWARD and location not in reachable:
+            raise NotATapError(
+                f"{location} was asked for in a step that runs compiled, since the block's text "
+                "did not say that it would be. Name the module plainly in the block, or make it a "
+                "tap (taps=)."
+            )
         gone = location.phase < self.phase or (location in self.passed and not location.repeats)
         if gone or run.skipped:
             check_order(run, location, gone)

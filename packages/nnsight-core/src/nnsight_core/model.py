@@ -6,14 +6,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from nnsight_core.backend import Backend, Invoke
+from nnsight_core.effects import Text
 from nnsight_core.errors import EngineError, LocationError, NotSupportedError
+from nnsight_core.explain import Explanation, explain, refuse_untapped, text_of_invoke
 from nnsight_core.node import Places, Root
 from nnsight_core.outcome import reraise
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.tracer import NO_PROMPT, Tracer
 from nnsight_core.tree import ModelTree
 
-_NOT_YET = ("chat", "clear_edits", "edit", "edits", "explain", "kept", "std")
+_NOT_YET = ("chat", "clear_edits", "edit", "edits", "kept", "std")
 _INSTEAD = {
     "scan": "the shapes of every location are in `model.tree` (`print(model)`), without running it",
     "session": "open one trace after the other: what the first has saved, the second can use",
@@ -37,7 +39,9 @@ class Model(Root):
         object.__setattr__(self, "_backend", backend)
         self._places.learn = lambda: self.tree
 
-    def trace(self, prompt: Any = NO_PROMPT, *, fn: Any = None, **sampling: Any) -> Tracer:
+    def trace(
+        self, prompt: Any = NO_PROMPT, *, fn: Any = None, only_taps: bool = False, **sampling: Any
+    ) -> Tracer:
         """Run the body of a `with` statement inside the model's forward pass.
 
         With a prompt, the body is a block for that prompt. Without one, the body runs here and
@@ -48,10 +52,12 @@ class Model(Root):
             fn: a function to run instead of a body, for code whose source cannot be had. It is
                 called with the tracer; the trace runs at once and gives back the finished tracer,
                 whose `value` is what the function returned.
+            only_taps: refuse blocks that would run a step eagerly, before anything runs.
             **sampling: sampling arguments (`temperature`, `max_tokens`, ...) for every prompt.
 
         Raises:
             CaptureError: the body cannot be captured.
+            NotATapError: `only_taps`, and a block wants a location that is no tap.
             TypeError: an unknown sampling argument.
 
         Example:
@@ -59,7 +65,7 @@ class Model(Root):
             ...     hidden = model.transformer.h[6].output.save()
         """
         backend = self._backend_for(sampling)
-        tracer = Tracer(self, backend, prompt, sampling)
+        tracer = Tracer(self, backend, prompt, sampling, only_taps)
         if fn is not None:
             if prompt is NO_PROMPT:
                 raise ValueError("A trace with `fn=` needs a prompt.")
@@ -74,6 +80,29 @@ class Model(Root):
             backend = self._backend_for({})
             self._places.tree = backend.describe()
         return self._places.tree
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The locations that are reachable in steps that run compiled."""
+        return self.tree.taps
+
+    def explain(self, tracer: Tracer) -> Explanation | list[Explanation]:
+        """How the steps of a trace run on this engine, and why; of several invokes a list.
+
+        Example:
+            >>> with model.trace("Hello", max_tokens=8) as tracer:
+            ...     hidden = model.transformer.h[3].output.save()
+            >>> print(model.explain(tracer))
+        """
+        found = [explain(text, self.tree) for text in tracer._texts]
+        return found[0] if len(found) == 1 else found
+
+    def _read(self, invokes: list[Invoke], only_taps: bool) -> list[Text | None]:
+        """The texts of the invokes' blocks, refused if they leave the taps and must not."""
+        texts = [text_of_invoke(invoke) for invoke in invokes]
+        if only_taps:
+            refuse_untapped(texts, self.tree)
+        return texts
 
     def close(self) -> None:
         """End the engine, if this model started one."""

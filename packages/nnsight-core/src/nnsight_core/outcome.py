@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from typing import Any
 
 from nnsight_core.backend import Ended, Event, Finished, Invoke, Noted, Printed
@@ -35,7 +36,19 @@ class Outcome:
                 self._add(event.error, f"Raised in the block of invoke {self.index}.")
             case Finished():
                 self.output = event.output
+                self._count_ways()
                 self._add(event.error, f"Raised for invoke {self.index}, outside its block.")
+
+    def _count_ways(self) -> None:
+        """Say of the output how its steps ran; those that nobody looked at ran plain."""
+        if self.output is None or not self.sequences:
+            return
+        ways: Counter[str] = Counter()
+        for ended in self.sequences.values():
+            ways.update(ended.ways)
+        steps = sum(len(sequence.token_ids) for sequence in self.output.outputs)
+        ways["plain"] += max(steps - ways.total(), 0)
+        self.output.ways = {way: count for way, count in ways.items() if count}
 
     def show(self) -> None:
         """Issue the warnings of the blocks; one that the user's filters make an error is one."""

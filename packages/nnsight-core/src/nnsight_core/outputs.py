@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from nnsight_core.locations import RESULT
 from nnsight_core.run import need_run
+from nnsight_core.sparse import Sparse
 
 STOPPED = "tracer.stop"
 """The `stop_reason` of a request that a block ended."""
@@ -53,8 +54,12 @@ class CompletionOutput(_Data):
     stop_reason: int | str | None = None
 
 
-class RequestOutput(_Data):
+class RequestOutput(_Data, Sparse):
     """One request's prompt and its generated sequences.
+
+    Attributes:
+        ways: how many steps of all sequences ran in which way (`plain`, `deferred`, `after`,
+            `interleaved`, `eager`; the page on speed says what each is).
 
     Example:
         >>> with model.trace("Hello", max_tokens=3) as tracer:
@@ -62,12 +67,15 @@ class RequestOutput(_Data):
         >>> out.outputs[0].text
     """
 
+    later = ("ways",)
+
     request_id: str
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput] = Field(default_factory=list)
     finished: bool = False
+    ways: dict[str, int] = Field(default_factory=dict)
 
 
 class LateResult:

@@ -124,11 +124,12 @@ class Run:
 
     # -- for the interleaver ---------------------------------------------------------------------
 
-    def ready(self) -> bool:
-        """Whether the block goes on when this step begins."""
+    def ready(self, step: int | None = None) -> bool:
+        """Whether the block goes on when a step begins (this one if none is given)."""
         if self.dead:
             return False
-        return not self.started or (self.waits_for is STEP and self._until <= self.step)
+        step = self.step if step is None else step
+        return not self.started or (self.waits_for is STEP and self._until <= step)
 
     def resume(self, value: Any = None, error: BaseException | None = None) -> Location | None:
         """Let the block go on; where it parks next, or None if it has ended."""

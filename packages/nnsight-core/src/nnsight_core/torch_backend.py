@@ -61,6 +61,8 @@ class TorchModel(Model):
 class TorchBackend:
     """Runs blocks in forward passes of one module. See `nnsight_core.Backend`."""
 
+    private = False
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.interleaver = Interleaver(self, lambda _: None)

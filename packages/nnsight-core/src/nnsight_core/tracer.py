@@ -66,10 +66,17 @@ class Tracer(_Captured):
     """
 
     def __init__(
-        self, model: Model, backend: Backend, prompt: Any, sampling: dict[str, Any]
+        self,
+        model: Model,
+        backend: Backend,
+        prompt: Any,
+        sampling: dict[str, Any],
+        only_taps: bool = False,
     ) -> None:
         super().__init__()
         self._model = model
+        self._only_taps = only_taps
+        self._texts: list[Any] = []
         self._backend = backend
         self._prompt = prompt
         self._sampling = sampling
@@ -188,6 +195,7 @@ class Tracer(_Captured):
             self._forget()
 
     def _run_all(self, invokes: list[Invoke], frames: list[FrameType]) -> Exception | None:
+        self._texts = self._model._read(invokes, self._only_taps)
         outcomes = [Outcome(index, invoke) for index, invoke in enumerate(invokes)]
         failure: BaseException | None = None
         try:

@@ -71,6 +71,8 @@ class ModelTree(_Data):
         engine: what ran it, such as `vllm 0.27.1`.
         provisional: whether it was read from classes without running them, so that an engine has
             still to confirm it.
+        compiled: whether steps run compiled where nothing keeps them from it.
+        taps: the locations that are reachable where they do, such as `model.layers.3.output`.
 
     Example:
         >>> tree = ModelTree.model_validate_json(text)
@@ -82,6 +84,8 @@ class ModelTree(_Data):
     model: str
     engine: str
     provisional: bool = False
+    compiled: bool = False
+    taps: tuple[str, ...] = ()
     modules: dict[str, ModuleInfo] = Field(default_factory=dict)
 
     def nearest(self, path: str, most: int = 3) -> list[str]:

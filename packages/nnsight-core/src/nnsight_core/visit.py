@@ -21,7 +21,13 @@ from nnsight_core.values import dtype_name, flat, map_tensors, plain
 
 
 class Rows(Protocol):
-    """Which part of a value is a request's own."""
+    """Which part of a value is a request's own.
+
+    Attributes:
+        private: whether the values are copies already, which nothing else reads.
+    """
+
+    private: bool
 
     def view(self, run: Run, location: Location, index: int, tensor: Tensor) -> Tensor | None:
         """A view of the run's rows of the `index`-th tensor of a value.
@@ -71,7 +77,9 @@ class Visit:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         own = self.rows.view(self.run, self.location, len(self.copies), tensor)
-        private = (tensor if own is None else own).clone()
+        private = tensor if own is None else own
+        # `data`: a view would share its count of versions with the views of other requests.
+        private = private.data if self.rows.private else private.clone()
         if own is not None:
             private = self.rows.whole(self.run, self.location, len(self.copies), private)
         self.copies.append(Copy(own, private, private._version))

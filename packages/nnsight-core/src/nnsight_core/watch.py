@@ -19,17 +19,29 @@ from nnsight_core.node import Places
 from nnsight_core.source import Operations, operations_of
 from nnsight_core.tree import ModelTree, ModuleInfo
 
+Forward = Callable[..., Any]
+
 
 class Watch:
     """The watched modules of one model.
+
+    Args:
+        around: makes of a module's path and forward the forward that runs within its visits.
 
     Attributes:
         places: the locations and nodes of the model.
         interleaver: what visits are reported to.
     """
 
-    def __init__(self, model: nn.Module, interleaver: Interleaver, tree: ModelTree) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        interleaver: Interleaver,
+        tree: ModelTree,
+        around: Callable[[str, Forward], Forward] = lambda path, forward: forward,
+    ) -> None:
         self.interleaver = interleaver
+        self._around = around
         self._plain: dict[str, Callable[..., Any]] = {}
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._watched: dict[str, nn.Module] = {}
@@ -69,14 +81,17 @@ class Watch:
 
     def remove(self) -> None:
         """Give every module its own forward back."""
-        for module in self._watched.values():
-            module.__dict__.pop("forward", None)
+        for path, module in self._watched.items():
+            del module.forward
+            if self._plain[path] != module.forward:
+                module.forward = self._plain[path]
 
     def _install(self, path: str, forward: Callable[..., Any]) -> None:
         entry = self.places.location(path, "input")
         output = self.places.location(path, "output")
         module = self._watched[path]
-        module.forward = _reporting(forward, self.interleaver, entry, output)
+        around = self._around(path, forward)
+        module.forward = _reporting(around, self.interleaver, entry, output)
 
     def _with_operations(self, path: str, operations: Operations) -> Callable[..., Any]:
         interleaver, places = self.interleaver, self.places

@@ -95,7 +95,7 @@ def _settings(command: list[str], ours: argparse.ArgumentParser) -> Settings:
     found, engine = arguments.parse(command, ours)
     return Settings(
         model=found.model,
-        engine=engine,
+        engine={**engine, **({"taps": found.tap} if found.tap else {})},
         host=found.host,
         port=found.port,
         api_key=found.api_key or key_of_environment(),
@@ -115,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=int, default=6677, help="port to listen on; 0 for a free one (%(default)s)")
     add("--api-key", metavar="KEY", help=f"key that clients must send (or set {API_KEY})")
+    add(
+        "--tap",
+        metavar="PATTERN",
+        action="append",
+        help="a location that blocks reach in compiled steps; may be repeated (resid)",
+    )
     add(
         "--max-body",
         metavar="BYTES",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from nnsight_core.backend import Backend
@@ -11,6 +12,8 @@ from nnsight_core.errors import EngineDeadError
 from nnsight_core.model import Model, prompts_of
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.sampling import normalise
+from nnsight_core.taps import RESID, resolve
+from nnsight_core.tracer import Tracer
 from nnsight_core.tree import ModelTree
 from nnsight_core.tree_cache import keep_tree, load_tree
 from nnsight_vllm_worker.backend import LocalBackend
@@ -33,6 +36,10 @@ class VLLM(Model):
         api_key: the key that the server wants.
         block_timeout: seconds that a block may hold the engine, which all requests share, before it
             gives control back; None for as long as it likes.
+        taps: patterns of the locations that blocks reach while the engine runs compiled, with CUDA
+            graphs: `"model.layers.*.mlp.output"`, or `"resid"`, the residual stream after every
+            layer. Any other location makes the steps that want it run eagerly.
+        only_taps: refuse blocks that would run a step eagerly.
         save_device: where saved tensors arrive, such as `cuda`; the CPU otherwise.
         **engine_args: whatever `vllm.LLM` takes. What we force or default is in
             `engine_settings()`.
@@ -57,6 +64,8 @@ class VLLM(Model):
         serve: str | None = None,
         api_key: str | None = None,
         save_device: str = "cpu",
+        taps: str | Sequence[str] = RESID,
+        only_taps: bool = False,
         block_timeout: float | None = BLOCK_TIMEOUT,
         **engine_args: Any,
     ) -> None:
@@ -71,13 +80,19 @@ class VLLM(Model):
         self._serve = serve
         self._api_key = api_key
         self._block_timeout = block_timeout
-        self._arguments = engine_args
+        self._arguments = {**engine_args, "taps": taps}
+        self._only_taps = only_taps
         self._engine: SyncEngine | None = None
         self._closed = False
         if dispatch and serve is not None:
             raise ValueError("A model runs on a server (serve=) or here (dispatch=True).")
         if dispatch:
             self._dispatched()
+
+    def trace(self, *args: Any, only_taps: bool = False, **sampling: Any) -> Tracer:
+        return super().trace(*args, only_taps=only_taps or self._only_taps, **sampling)
+
+    trace.__doc__ = Model.trace.__doc__
 
     @property
     def dispatched(self) -> bool:
@@ -173,6 +188,9 @@ class VLLM(Model):
         if self._closed:
             raise EngineDeadError("This model was closed; `model.restart()` opens it again.")
         if self._engine is None:
+            if self._arguments["taps"] not in (RESID, (), []):
+                # A misspelt pattern is known before an engine is built, which takes long.
+                resolve(self.tree, self._arguments["taps"])
             self._engine = SyncEngine(
                 self._repo, self._arguments, block_timeout=self._block_timeout
             )

@@ -7,7 +7,7 @@ far as its text says, is copied from each piece that comes before.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -18,22 +18,22 @@ from nnsight_core.locations import Location, Phase
 from nnsight_core.run import Run
 from nnsight_core.values import tensors
 from nnsight_core.visit import outside_inference
-from nnsight_vllm_worker.rows import RowMap
 
 
 class Pieces:
     """What has been seen of one request's prompt; looks on at a pass that is not its last.
 
     Args:
+        known: the locations that were recorded.
         reads: what the block may read, as `BlockData.reads` says it.
 
     Attributes:
         tokens: how many tokens of the prompt have run.
     """
 
-    def __init__(self, rows: RowMap, run: Run, reads: list[str]) -> None:
+    def __init__(self, known: Collection[Location], run: Run, reads: list[str]) -> None:
         self.tokens = 0
-        self._rows = rows
+        self._known = known
         self._run = run
         self._reads = _patterns(reads)
         self._seen: dict[tuple[Location, int], list[Tensor]] = {}
@@ -42,13 +42,13 @@ class Pieces:
     def observed(self, tokens: int) -> Iterable[Observed]:
         """Where it looks on in a pass over so many tokens of the prompt."""
         self.tokens += tokens
-        return [(at, self) for at in self._rows.known() if self._wants(at)]
+        return [(at, self) for at in self._known if self._wants(at)]
 
     def see(self, location: Location, value: Any) -> Any:
         try:
             with outside_inference():
                 for index, (_, tensor) in enumerate(tensors(value)):
-                    own = self._rows.view(self._run, location, index, tensor)
+                    own = self._run.key.rows.view(self._run, location, index, tensor)
                     if own is not None:
                         self._seen.setdefault((location, index), []).append(own.clone())
         except Exception as error:  # it matters only if the block asks for this location

@@ -6,13 +6,15 @@ stays is a width. No requests are in the engine while this runs, and no KV cache
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.locations import Location
+from nnsight_core.node import Places
 from nnsight_core.tree import REQUESTS, TOKENS, Dim, ModelTree, TensorInfo
-from nnsight_core.values import dtype_name, tensors
+from nnsight_core.values import dtype_name, map_tensors, tensors
 from nnsight_core.watch import Watch, recording
 from nnsight_vllm_worker.rows import RowMap
 
@@ -22,23 +24,38 @@ SIZES = ((11, 2), (17, 3))
 Shapes = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
+class Slot(int):
+    """Stands for the tensor of this number in the form of a value."""
+
+
 class Record:
     """What was seen at each location.
 
     Attributes:
         seen: the tensors of each location, with symbolic shapes.
         repeated: the locations that one forward pass reaches more than once.
+        forms: how each value is built, with a `Slot` for each tensor.
+        order: the locations in the order of the forward pass.
     """
 
     def __init__(self) -> None:
+        self.forms: dict[Location, Any] = {}
+        self.order: list[Location] = []
         self.seen: dict[Location, tuple[TensorInfo, ...]] = {}
         self.repeated: set[Location] = set()
 
-    def teach(self, rows: RowMap, locations: Iterable[Location]) -> None:
-        """Let the row map know what was seen at some locations."""
-        for location in locations:
-            location.repeats = location in self.repeated
-            rows.know(location, self.seen[location])
+    def teach(
+        self, rows: RowMap, places: Places, locations: Iterable[Location] | None = None
+    ) -> None:
+        """Let the row map know what was seen at some locations, or at all of them.
+
+        Args:
+            places: where the locations are, which may not be those that were recorded.
+        """
+        for seen in self.seen if locations is None else locations:
+            location = places.location(seen.path, seen.side) if seen.path else seen
+            location.repeats = seen in self.repeated
+            rows.know(location, self.seen[seen])
 
     def tree(self, tree: ModelTree, watch: Watch) -> ModelTree:
         """The tree with what was seen in it."""
@@ -73,6 +90,10 @@ def record(
         def note(location: Location, value: Any, shapes: dict[Location, Shapes] = shapes) -> None:
             if location in shapes:
                 found.repeated.add(location)
+            else:
+                found.order.append(location)
+            number = itertools.count()
+            found.forms[location] = map_tensors(value, lambda _: Slot(next(number)))
             shapes[location] = tuple(
                 (at, dtype_name(t.dtype), tuple(t.shape)) for at, t in tensors(value)
             )
@@ -80,6 +101,7 @@ def record(
         with recording(interleaver, note):
             forward(tokens, requests)
         runs.append(shapes)
+    found.order = list(dict.fromkeys(found.order))
     first, second = runs
     for location in first.keys() & second.keys():
         found.seen[location] = _compare(first[location], second[location], sizes)

@@ -22,6 +22,7 @@ from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolE
 from nnsight_core.locations import RESULT
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
+from nnsight_core.wants import wants_of
 from nnsight_core.watch import Watch
 from nnsight_core.wire.blocks import code_of, decode_run, encode_ended
 from nnsight_core.wire.code import CodeDecoder
@@ -75,6 +76,8 @@ class Tracing:
         self._rows = rows
         self._store = store
         self._emit = emit
+        assert watch.places.tree is not None
+        self._tree = watch.places.tree
         self._config = config
         self._pickle = pickle
         self._allowance = Allowance()
@@ -121,6 +124,7 @@ class Tracing:
                 )
             traced.written = Written(self._rows, self._allowance)
             traced.reads = message.block.reads
+            traced.known = self._rows.known()
             traced.ending = Ending(request, arrival.prompt, params, self._config)
             traced.run = self._run(message, frame, traced)
         except BaseException as error:
@@ -143,7 +147,7 @@ class Tracing:
             traced = self.awaited.pop(place)
             traced.sent = True
             self.gone(traced.request)
-            self._watch.interleaver.drop(traced.run)
+            self._drop(traced.run)
 
     def end(self, run: Run) -> None:
         """A run has ended; what it brings home is sent when the step is over."""
@@ -158,7 +162,7 @@ class Tracing:
 
     def fail(self, traced: Traced, error: BaseException) -> None:
         """A request cannot be what its block asks for."""
-        self._watch.interleaver.drop(traced.run)
+        self._drop(traced.run)
         traced.run.error = error
         traced.run.dead = True
         traced.sent = False
@@ -180,20 +184,24 @@ class Tracing:
     def _send(self, traced: Traced) -> None:
         run = traced.run
         run.error = run.error or self._store.check(traced.blobs)
+        said = (traced.key, traced.sequence, traced.notes, dict(traced.ways))
         try:
-            frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+            frame = encode_ended(run, *said)
         except BaseException as error:
             # Whatever a block saved or raised, encoding it must not take the engine along. Its own
             # code is not run a second time.
             run.error = _safe(error)
             run.saves.made.clear()
             run.saves.shared.clear()
-            frame = encode_ended(run, traced.key, traced.sequence, traced.notes)
+            frame = encode_ended(run, *said)
         traced.sent = True
         self.awaited.pop((traced.key, traced.sequence), None)
         if run.error is not None or (not traced.written and not run.recorders):
             self.gone(traced.request)
         self._emit(frame)
+
+    def _drop(self, run: Run) -> None:
+        (run.interleaver or self._watch.interleaver).drop(run)
 
     def printed(self, traced: Traced, text: str) -> None:
         """A block printed something."""
@@ -225,8 +233,9 @@ class Tracing:
             )
             run = decode_run(block, decoder, traced, self._extra)
             run.limit = self.limit
+        effects = effects_of(code, run.scope, self._watch.places.tree)
+        traced.wants = wants_of(effects, self._tree)
         if "source" in code.compiled.co_names:
-            effects = effects_of(code, run.scope, self._watch.places.tree)
             for path in effects.sources():
                 self._watch.watch_source(path)
                 if ".source." in path and path not in self._recorded:

@@ -8,7 +8,7 @@ happens to equal the number of tokens is never cut by mistake.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,14 +59,21 @@ class RowMap:
     """The spans of the forward pass that is running. See `nnsight_core.visit.Rows`.
 
     Keys of runs are `Traced` requests, which know what came of their prompt before.
+
+    Args:
+        like: another map, whose recorded axes this one shares.
+        private: whether the values are copies already, which nothing else reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, like: RowMap | None = None, private: bool = False) -> None:
         per_request = (Axis(0, REQUESTS),)
+        self.private = private
         self._axes: dict[Location, tuple[Axis | Unknown | None, ...]] = {
             LOGITS: per_request,
             SAMPLES: per_request,
         }
+        if like is not None:
+            self._axes = like._axes
         self._spans: dict[object, Span] = {}
         self._totals: dict[str, int] = {}
 
@@ -74,19 +81,29 @@ class RowMap:
         """Take over what was recorded of a location."""
         self._axes[location] = tuple(axis_of(info) for info in infos)
 
-    def known(self) -> Iterable[Location]:
+    def known(self) -> Collection[Location]:
         """The locations that were recorded."""
-        return self._axes
+        return self._axes.keys()
 
     def place(self, order: list[tuple[object, int, int]]) -> None:
         """Take the rows of a pass, in batch order: each request's key, its tokens, its step's."""
+        rows = [(key, tokens, live, row) for row, (key, tokens, live) in enumerate(order)]
+        self.place_copies(rows, len(order))
+
+    def place_copies(self, order: list[tuple[object, int, int, int]], requests: int) -> None:
+        """Take the rows of copies that hold some requests' tokens only, one after the other.
+
+        Args:
+            order: each request's key, its tokens, its step's, its place among the requests.
+            requests: of how many.
+        """
         self._spans = {}
         first = 0
-        for row, (key, tokens, live) in enumerate(order):
+        for key, tokens, live, row in order:
             stop = first + tokens
             self._spans[key] = Span(first, stop - live, stop, row)
             first = stop
-        self._totals = {TOKENS: first, REQUESTS: len(order)}
+        self._totals = {TOKENS: first, REQUESTS: requests}
 
     def span(self, key: object) -> Span:
         """The place of a request."""

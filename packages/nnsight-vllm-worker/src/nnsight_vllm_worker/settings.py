@@ -6,9 +6,11 @@ this list.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
+
+from nnsight_core.taps import RESID
+from nnsight_vllm_worker.vllm_ports.forward import CONFIG
 
 SCHEDULER = "nnsight_vllm_worker.vllm_ports.scheduling.scheduler"
 EXTENSION = "nnsight_vllm_worker.worker.WorkerExtension"
@@ -16,7 +18,7 @@ EXTENSION = "nnsight_vllm_worker.worker.WorkerExtension"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One engine argument (or environment variable) that is not left to vLLM.
+    """One engine argument that is not left to vLLM.
 
     Attributes:
         forced: whether another value is refused; otherwise the caller's wins.
@@ -26,16 +28,9 @@ class Setting:
     value: Any
     forced: bool
     reason: str
-    environment: bool = False
 
 
 SETTINGS = (
-    Setting(
-        "enforce_eager",
-        True,
-        True,
-        "every location is reached by running the model's own Python; compiled steps come later",
-    ),
     Setting(
         "scheduler_cls",
         SCHEDULER,
@@ -49,37 +44,34 @@ SETTINGS = (
         True,
         "brings blocks into vLLM's workers",
     ),
-    Setting(
-        "VLLM_USE_V2_MODEL_RUNNER",
-        "0",
-        True,
-        "blocks are wired to vLLM's V1 model runner",
-        environment=True,
-    ),
 )
 
 
 def apply(arguments: dict[str, Any]) -> dict[str, Any]:
     """Engine arguments with ours among them.
 
+    Args:
+        arguments: vLLM's, and `taps`: patterns of the locations that stay reachable where the model
+            runs compiled.
+
     Raises:
         ValueError: the caller asks for another value of a forced setting.
     """
     chosen = dict(arguments)
     for setting in SETTINGS:
-        if setting.environment:
-            given = os.environ.get(setting.name, setting.value)
-        else:
-            given = chosen.setdefault(setting.name, setting.value)
+        given = chosen.setdefault(setting.name, setting.value)
         if setting.forced and given not in (setting.value, None):
             raise ValueError(
                 f"{setting.name}={given!r} cannot be had: it is {setting.value!r} here, because "
                 f"{setting.reason}."
             )
-        if setting.environment:
-            os.environ[setting.name] = setting.value
-        else:
-            chosen[setting.name] = setting.value if setting.forced else given
+        chosen[setting.name] = setting.value if setting.forced else given
+    taps = chosen.pop("taps", RESID)
+    patterns = [taps] if isinstance(taps, str) else list(taps)
+    chosen["additional_config"] = {
+        **(chosen.get("additional_config") or {}),
+        CONFIG: {"taps": patterns},
+    }
     for refused, reason in REFUSED.items():
         value = chosen.get(refused)
         if value is True or value not in (None, 1, False):

@@ -1,123 +1,233 @@
 """The step path: what happens around one forward pass of the engine.
 
-    requests come and go → rows are placed → the way is chosen → runs go on → forward, with its
+    requests come and go → each request's way is chosen → rows are placed → forward, with its
     visits → logits → sampled ids → what ended is collected and sent
 
 A port (`vllm_ports`) calls the methods of `Steps` in this order from vLLM's runner. A pass without
-traced requests costs one look at a dict.
+traced requests costs one look at a dict. The ways are those of `wants.Way`: blocks run within the
+pass (interleaved, eager), when it is over (after), or when the next one is on its way (deferred).
 """
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
 
-from nnsight_core.errors import EngineError
-from nnsight_core.interleaver import Interleaver, Observed
-from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Phase
-from nnsight_core.run import Run
+from nnsight_core.errors import EngineError, WriteError
+from nnsight_core.interleaver import Interleaver
+from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Location, Phase
+from nnsight_core.wants import Way
+from nnsight_vllm_worker.copies import Copies, Seat, spans_of, take_rows
+from nnsight_vllm_worker.deferred import Deferred, parts_of
 from nnsight_vllm_worker.requests import Tracing
 from nnsight_vllm_worker.rows import RowMap
+from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.traced import Arrival, Part, Traced
 
 
-class Way(Enum):
-    """How a pass runs. The eager way reaches every location."""
-
-    PLAIN = "plain"
-    """Nothing looks on: vLLM's own pass, untouched."""
-    EAGER = "eager"
-    """The model's Python runs, and every module reports its visits."""
-
-
 class Steps:
-    """The steps of one engine, and the traced requests in it."""
+    """The steps of one engine, and the traced requests in it.
 
-    def __init__(self, rows: RowMap, interleaver: Interleaver, tracing: Tracing) -> None:
+    Args:
+        compiled: whether the engine compiles its model; otherwise every pass is eager.
+
+    Attributes:
+        way: how the pass runs that is running, the slowest way of its requests.
+        graphs: whether it may replay graphs.
+    """
+
+    def __init__(
+        self, rows: RowMap, interleaver: Interleaver, tracing: Tracing, taps: Taps, compiled: bool
+    ) -> None:
         self.rows = rows
         self.interleaver = interleaver
         self.tracing = tracing
+        self.taps = taps
+        self.deferred = Deferred(rows, tracing, interleaver)
         self.way = Way.PLAIN
-        self._drawing: list[tuple[int, Traced]] = []
+        self.graphs = True
+        self._compiled = compiled
+        self._here: set[str] = set()
+        self._within: list[Seat] = []
+        self._after: Copies | None = None
+        self._later: Copies | None = None
+        self._logits: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the pass runs the model's plain Python."""
+        return self.way is Way.EAGER
 
     def requests(self, new: list[Arrival], gone: set[str]) -> None:
-        """Requests come and go."""
+        """Requests come and go. One that was preempted may come again."""
         for request in gone:
+            self._here.discard(request)
             self.tracing.gone(request)
         for arrival in new:
-            self.tracing.come(arrival)
+            if arrival.request not in self._here:
+                self._here.add(arrival.request)
+                self.tracing.come(arrival)
 
     def begin(self, batch: list[Part]) -> None:
         """The forward pass is about to run on this batch."""
-        self.way = Way.PLAIN
-        self._drawing.clear()
+        self._reset()
         if not self.tracing.requests:
             return
-        runs: list[Run] = []
-        observed: list[Observed] = []
-        order: list[tuple[object, int, int]] = []
-        for row, part in enumerate(batch):
-            traced = self._enter(part)
-            if traced is None:
-                order.append((part.request, part.tokens, part.tokens))
-                continue
-            order.append((traced, part.tokens, traced.live))
-            observed += traced.observed(part)
-            if traced.draws:
-                self._drawing.append((row, traced))
-                if traced.run.ready() or traced.run.recorders:
-                    runs.append(traced.run)
-        if runs or observed:
-            self.way = Way.EAGER
-            self.rows.place(order)
-            self.interleaver.begin(runs, observed)
+        seats = [seat for row, part in enumerate(batch) if (seat := self._enter(row, part))]
+        self.way = max([self._way(seat) for seat in seats], default=Way.PLAIN)
+        if self.way >= Way.INTERLEAVED:
+            self._run_within(batch, seats)
+        elif seats:
+            self._copy_from(batch, seats)
 
-    def _enter(self, part: Part) -> Traced | None:
+    def _enter(self, row: int, part: Part) -> Seat | None:
         traced = self.tracing.requests.get(part.request)
         if traced is None:
             return None
         try:
-            traced.enter(part, self.rows)
+            entry = traced.enter(part)
+            return Seat(entry, row, list(traced.observed(part)))
         except EngineError as error:
             self.tracing.fail(traced, error)
             return None
-        return traced
+
+    def _way(self, seat: Seat) -> Way:
+        """The fastest way that gives a request what it wants of this pass."""
+        traced, way = seat.entry.traced, Way.PLAIN
+        if seat.entry.draws and (traced.run.ready(seat.entry.step) or traced.run.recorders):
+            want = traced.wants.at(seat.entry.step)
+            way, seat.logits = want.way, want.logits
+            seat.taps.update((self.taps.named[name], None) for name in want.taps)
+        for location, _ in seat.observed:
+            reachable = location in self.taps.taps
+            looks = Way.INTERLEAVED if traced.written else Way.DEFERRED
+            way = max(way, looks if reachable else Way.EAGER)
+            seat.taps[location] = None
+        if way is not Way.PLAIN and not self._compiled:
+            way = Way.EAGER
+        seat.way = way
+        return way
+
+    def _run_within(self, batch: list[Part], seats: list[Seat]) -> None:
+        """Begin a pass in which blocks run."""
+        self.deferred.run()
+        at = {seat.row: seat.entry for seat in seats}
+        self.rows.place(
+            [
+                (at[row].traced, part.tokens, at[row].live)
+                if row in at
+                else (part.request, part.tokens, part.tokens)
+                for row, part in enumerate(batch)
+            ]
+        )
+        self._within = seats
+        self.graphs = False
+        self.interleaver.reachable = None
+        if self.way is Way.INTERLEAVED:
+            reachable = [at for at in self.taps.taps if any(at in seat.taps for seat in seats)]
+            self.interleaver.reachable = reachable
+            self.taps.listen(reachable, self._visit)
+        self._begin(seats)
+
+    def _copy_from(self, batch: list[Part], seats: list[Seat]) -> None:
+        """Begin a pass of vLLM's own, of which copies are kept."""
+        tokens = [part.tokens for part in batch]
+        after = [seat for seat in seats if seat.way is Way.AFTER]
+        later = [seat for seat in seats if seat.way is not Way.AFTER]
+        if any(self.deferred.holds(seat.entry.traced) for seat in after):
+            self.deferred.run()
+        if later:
+            self._later = Copies(self.taps, later, spans_of(later, tokens), 0)
+        if after:
+            first = self._later.rows if self._later is not None else 0
+            self._after = Copies(self.taps, after, spans_of(after, tokens), first)
+        kept = [copies for copies in (self._later, self._after) if copies is not None]
+        if not any(copies.wanted for copies in kept):
+            return
+        if sum(copies.rows for copies in kept) <= self.taps.slots:
+            self.taps.place([span for copies in kept for span in copies.spans])
+        else:
+            self.graphs = False
+            for copies in kept:
+                copies.listen()
+
+    def _visit(self, location: Location, tensors: list[Tensor]) -> None:
+        """A tap is reached in a pass that runs compiled."""
+        if not self.interleaver.watching:
+            self.interleaver.passed.add(location)
+            return
+        value = self.taps.value(location, tensors)
+        if self.interleaver.arrive(location, value) is not value:
+            raise WriteError(f"{location} was written, which only the eager way can.")
+
+    def forwarded(self) -> None:
+        """The forward pass is over; `logits` comes next."""
+        for copies in (self._later, self._after):
+            if copies is not None:
+                copies.take()
 
     def logits(self, logits: Tensor | None) -> None:
-        """The forward pass is over; `[requests, vocab]`, before anything is sampled."""
-        if self.way is Way.PLAIN:
-            return
-        self.interleaver.advance(Phase.LOGITS)
-        if logits is not None:
-            self.interleaver.arrive(LOGITS, logits)
-        self.interleaver.advance(Phase.SAMPLES)
+        """`[requests, vocab]`, before anything is sampled."""
+        self.taps.rest()
+        if self._after is not None and logits is not None:
+            self._run_after(self._after, logits.shape[0])
+        if self.way >= Way.AFTER:
+            self.interleaver.advance(Phase.LOGITS)
+            if logits is not None:
+                self.interleaver.arrive(LOGITS, logits)
+            self.interleaver.advance(Phase.SAMPLES)
+        if self._later is not None and any(seat.logits for seat in self._later.seats):
+            assert logits is not None
+            self._logits = take_rows(logits, [seat.row for seat in self._later.seats])
+
+    def _run_after(self, copies: Copies, requests: int) -> None:
+        """Run blocks on the copies, between the forward pass and the sampler."""
+        order = [(key, rows, live, copies.seats[i].row) for key, rows, live, i in copies.order()]
+        self.rows.place_copies(order, requests)
+        self._within = copies.seats
+        self.interleaver.reachable = copies.values.keys()
+        self._begin(copies.seats)
+        copies.visit(self.interleaver)
+
+    def _begin(self, seats: list[Seat]) -> None:
+        for seat in seats:
+            seat.entry.take(self.rows)
+        runs, observed = parts_of(seats, self.way)
+        self.interleaver.begin(runs, observed)
 
     def samples(self, samples: Tensor) -> None:
         """The sampled ids, `[requests, 1]`, before the engine goes on with them."""
-        if self.way is not Way.PLAIN:
+        if self.way >= Way.AFTER:
             self.interleaver.arrive(SAMPLES, samples)
-        if self._drawing:
-            drawn = samples[[row for row, _ in self._drawing], 0].tolist()
-            for (_, traced), token in zip(self._drawing, drawn, strict=True):
+        drawing = [seat for seat in self._within if seat.entry.draws]
+        if drawing:
+            tokens = samples[[seat.row for seat in drawing], 0].tolist()
+            for seat, token in zip(drawing, tokens, strict=True):
+                traced = seat.entry.traced
                 traced.made += 1
                 traced.run.over = traced.ending.over(token)
+        if self._later is not None:
+            self.deferred.add(self._later, self._logits, samples)
 
     def end(self) -> list[str]:
         """The pass is over: what ended in it is sent. Gives the requests that blocks have ended."""
         if not self.tracing.awaited and not self.tracing.requests:
             return []
-        if self.way is not Way.PLAIN:
-            self.way = Way.PLAIN
+        if self.way >= Way.AFTER:
             self.interleaver.advance(Phase.RESULT)
-        stopped = [t.request for _, t in self._drawing if t.run.stopping and not t.run.over]
-        for _, traced in self._drawing:
-            traced.run.over |= traced.run.stopping
-            if traced.run.over:
-                self.interleaver.finish(traced.run)
+        stopped = []
+        for traced in [seat.entry.traced for seat in self._within if seat.entry.draws]:
+            run = traced.run
+            if run.stopping and not run.over:
+                stopped.append(traced.request)
+            run.over |= run.stopping
+            if run.over:
+                self.interleaver.finish(run)
                 self.tracing.over(traced)
-        self._drawing.clear()
+        self._reset()
+        # The blocks that look at this pass run when the next one is on its way, if one comes.
+        self.deferred.run(leave=1)
         self.tracing.send()
         return stopped
 
@@ -126,9 +236,16 @@ class Steps:
         run = traced.run
         if not run.started:
             self.tracing.fail(traced, EngineError("The request finished before its first step."))
-        self.interleaver.phase = Phase.RESULT
-        self.interleaver.finish(run)
+        interleaver = run.interleaver or self.interleaver
+        interleaver.phase = Phase.RESULT
+        interleaver.finish(run)
         if not run.dead and run.waits_for is RESULT:
-            self.interleaver.deliver(run, RESULT, output)
+            interleaver.deliver(run, RESULT, output)
         self.tracing.over(traced)
         self.tracing.send()
+
+    def _reset(self) -> None:
+        self.way = Way.PLAIN
+        self.graphs = True
+        self._within = []
+        self._after = self._later = self._logits = None

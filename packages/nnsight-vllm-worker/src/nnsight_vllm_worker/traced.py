@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from nnsight_core.errors import EngineError
 from nnsight_core.interleaver import Observed
+from nnsight_core.locations import Location
 from nnsight_core.run import Run
+from nnsight_core.wants import Wants
 from nnsight_core.wire.messages import WarningData
 from nnsight_vllm_worker.pieces import Pieces
 from nnsight_vllm_worker.rows import RowMap
@@ -37,16 +40,41 @@ class Part(NamedTuple):
     known: int
 
 
+class Entry(NamedTuple):
+    """What a pass does for one traced request.
+
+    Attributes:
+        draws: whether it draws a token, which ends a step; others only compute tokens.
+        live: its tokens that belong to the step, the last ones.
+        position: the place of the first of them among the request's tokens.
+    """
+
+    traced: Traced
+    step: int
+    draws: bool
+    live: int
+    position: int
+
+    def take(self, rows: RowMap) -> None:
+        """Its block is about to see the pass, with these rows."""
+        traced = self.traced
+        traced.run.step = self.step
+        traced.position = self.position
+        traced.rows = rows
+
+
 class Traced:
     """One traced request.
 
     Attributes:
         request: the engine's id.
         key: what the holder of the engine knows it by; `sequence` tells its sequences apart.
-        made: how many steps it has made.
-        draws: whether this pass draws a token, which ends a step; others only compute tokens.
-        live: the tokens of this pass that belong to its step, the last ones.
-        position: the place of the first of them among the request's tokens.
+        made: how many steps its block has seen drawn.
+        position: the place of its step's first token among the request's, in the pass that its
+            block sees.
+        rows: the row map of that pass.
+        wants: what its block wants of its steps.
+        ways: how many steps ran in which way.
         pieces: what was seen of the prompt, if it runs in pieces.
         written: what its block wrote, to be written again if it is computed anew.
         sent: whether its block has said all that it has to say.
@@ -60,19 +88,21 @@ class Traced:
         self.prompt = prompt
         self.run = run
         self.made = 0
-        self.draws = False
-        self.live = 0
         self.position = 0
+        self.ways: Counter[str] = Counter()
+        self.rows: RowMap
+        self.wants: Wants
         self.pieces: Pieces | None = None
         self.sent = False
         self.waits = False
         self.reads: list[str] = []
+        self.known: Collection[Location] = ()
         self.notes: list[WarningData] = []
         self.blobs: list[str] = []
         self.written: Written
         self.ending: Ending
 
-    def enter(self, part: Part, rows: RowMap) -> None:
+    def enter(self, part: Part) -> Entry:
         """A forward pass will run a part of this request.
 
         Raises:
@@ -81,36 +111,37 @@ class Traced:
         step = part.known - self.prompt
         if step < self.made:
             raise EngineError("vLLM ran a step of the request again, so what was read is not its.")
-        self.run.step = step
-        self.draws = part.computed + part.tokens >= part.known
-        self.live = 1 if step else part.tokens
-        self.position = part.known - self.live if self.draws else part.computed
+        draws = part.computed + part.tokens >= part.known
+        live = 1 if step else part.tokens
+        entry = Entry(self, step, draws, live, part.known - live if draws else part.computed)
         if step == 0 and not self.run.started:
-            self._piece(part, rows)
-            return
+            self._piece(part, draws)
+            return entry
         self.pieces = None
-        if self.written.lost is not None and not (self.draws and part.tokens == 1):
+        if self.written.lost is not None and not (draws and part.tokens == 1):
             raise EngineError(
                 "The request was preempted and is computed anew, and what its block wrote was not "
                 f"kept ({self.written.lost}). Run fewer requests at once, or give the engine more "
                 "memory for keys and values."
             )
+        return entry
 
     def observed(self, part: Part) -> Iterable[Observed]:
         """What looks on in the pass besides the block."""
-        if self.pieces is not None and not self.draws:
+        draws = part.computed + part.tokens >= part.known
+        if self.pieces is not None and not draws:
             return self.pieces.observed(part.tokens)
-        if self.written and self.made and part.tokens > (1 if self.draws else 0):
+        if self.written and self.made and part.tokens > (1 if draws else 0):
             return self.written.again(self, part.computed, part.tokens)
         return ()
 
-    def _piece(self, part: Part, rows: RowMap) -> None:
+    def _piece(self, part: Part, draws: bool) -> None:
         if part.computed == 0:
             self.pieces = None  # else of a prefill that was preempted in the middle
-            if self.draws:
+            if draws:
                 return
             if self.run.reader:
-                self.pieces = Pieces(rows, self.run, self.reads)
+                self.pieces = Pieces(self.known, self.run, self.reads)
                 return
         elif self.pieces is not None and self.pieces.tokens == part.computed:
             return

@@ -12,20 +12,20 @@ from nnsight_core.errors import LocationError
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.node import Root
 from nnsight_core.outputs import RequestOutput
-from nnsight_core.tree import ModelTree
+from nnsight_core.taps import resolve
 from nnsight_core.watch import Watch, bare_tree
 from nnsight_core.wire.frames import Frame
 from nnsight_vllm_worker.blobs import Store
 from nnsight_vllm_worker.channel import Sender
-from nnsight_vllm_worker.record import record
+from nnsight_vllm_worker.record import Record, record
 from nnsight_vllm_worker.requests import Tracing
 from nnsight_vllm_worker.rows import RowMap
+from nnsight_vllm_worker.settings import EXTENSION
 from nnsight_vllm_worker.step import Steps
-from nnsight_vllm_worker.vllm_ports import scheduling, startup
+from nnsight_vllm_worker.taps import Taps
+from nnsight_vllm_worker.vllm_ports import forward, loading, scheduling, startup
 from nnsight_vllm_worker.vllm_ports.runner_v1 import RunnerV1
-
-startup.report_causes()
-scheduling.silence()
+from nnsight_vllm_worker.vllm_ports.runner_v2 import RunnerV2
 
 
 class WorkerExtension:
@@ -64,26 +64,92 @@ class WorkerExtension:
         return {"live": tracing.live, "blob_bytes": attached.store.bytes, "kept": tracing.kept}
 
 
+class Loaded:
+    """A model that has been loaded, before anything of it is compiled: its locations are recorded.
+
+    Attributes:
+        tree: the model's tree, with what two runs for nobody showed, operations inside forwards
+            included.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        kind = RunnerV2 if getattr(worker, "use_v2_model_runner", False) else RunnerV1
+        self.port = kind(worker.model_runner)
+        self.rows = RowMap()
+        self.steps: Steps | None = None
+        self._recording = False
+        forward.plain_when(self.port.model, self._plain)
+        config = worker.vllm_config.model_config
+        bare = bare_tree(
+            self.port.model, config.served_model_name or config.model, startup.engine()
+        )
+        watch = Watch(self.port.model, Interleaver(self.rows, lambda run: None), bare)
+        for path, info in bare.modules.items():
+            if info.same_as is None and info.operations:
+                watch.watch_source(path)
+        self.seen = self.record(watch.interleaver)
+        tree = self.seen.tree(bare, watch)
+        watch.remove()
+        self.modules = dict(self.port.model.named_modules(remove_duplicate=False))
+        patterns = forward.taps_of(worker.vllm_config)
+        rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
+        names = resolve(tree, patterns)
+        self.taps = Taps(self.seen, names, patterns, rows, self.port.device)
+        self.compiled = forward.compiles(worker.vllm_config)
+        self.tree = tree.model_copy(
+            update={"compiled": self.compiled, "taps": tuple(map(str, self.taps.taps))}
+        )
+        # What is compiled now is the model as vLLM wrote it, with its taps.
+        self.taps.install(self.modules)
+
+    def record(self, interleaver: Interleaver) -> Record:
+        """What every location holds that two runs for nobody reach."""
+        self._recording = True
+        try:
+            return record(interleaver, self.port.run_once)
+        finally:
+            self._recording = False
+
+    def _plain(self) -> bool:
+        return self._recording or (self.steps is not None and self.steps.plain)
+
+
 class Attached:
     """What one worker holds for tracing."""
 
     def __init__(self, worker: Any, address: str, pickle: bool, limit: float | None) -> None:
-        port = RunnerV1(worker.model_runner)
-        rows = RowMap()
+        self.loaded: Loaded = worker._nnsight_loaded
+        self.tree = self.loaded.tree
+        port, rows = self.loaded.port, self.loaded.rows
         interleaver = Interleaver(rows, lambda run: self.tracing.end(run))
-        config = worker.vllm_config.model_config
-        tree = bare_tree(port.model, config.served_model_name or config.model, startup.engine())
-        watch = Watch(port.model, interleaver, tree)
-        self.tree = _recorded(port, rows, interleaver, watch, tree)
-        watch.places.tree = self.tree
+        self.loaded.taps.remove(self.loaded.modules)
+        watch = Watch(port.model, interleaver, self.tree, self.loaded.taps.around)
+        self.loaded.seen.teach(rows, watch.places)
+        self.loaded.taps.bind(watch.places)
         self.store = Store(port.device)
         self._sender = Sender(address) if worker.rank == 0 else None
+        config = worker.vllm_config.model_config
         root = _WorkerRoot(watch.places, "", config)
         self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle)
         self.tracing.limit = limit
-        self.tracing.record = lambda path: _record_inner(port, rows, interleaver, path)
-        self.steps = Steps(rows, interleaver, self.tracing)
+        self.tracing.record = self._record_inner
+        self._interleaver = interleaver
+        taps, compiled = self.loaded.taps, self.loaded.compiled
+        self.steps = self.loaded.steps = Steps(rows, interleaver, self.tracing, taps, compiled)
         port.attach(self.steps)
+
+    def _record_inner(self, path: str) -> None:
+        """Record the operations inside the function that an operation calls."""
+        seen = self.loaded.record(self._interleaver)
+        inside = [at for at in seen.seen if at.path.startswith(f"{path}.source.")]
+        if not inside:
+            raise LocationError(
+                f"{path} calls no Python function whose source can be had (a module, a kernel, or "
+                "nothing), so it has no operations. Of a module that it calls, ask for that "
+                "module's own `.source`."
+            )
+        assert self._interleaver.places is not None
+        seen.teach(self.loaded.rows, self._interleaver.places, inside)
 
     def close(self) -> None:
         """Close the way home."""
@@ -98,6 +164,7 @@ class Attached:
 
     def finish(self, key: str, outputs: str) -> None:
         output = RequestOutput.model_validate_json(outputs)
+        self.steps.deferred.run()
         for (awaited, sequence), traced in list(self.tracing.awaited.items()):
             if awaited == key:
                 own = [o for o in output.outputs if o.index == sequence] or output.outputs
@@ -125,27 +192,10 @@ class _WorkerRoot(Root):
         return self._tokenizer
 
 
-def _recorded(
-    port: RunnerV1, rows: RowMap, interleaver: Interleaver, watch: Watch, tree: ModelTree
-) -> ModelTree:
-    """The tree with what two runs for nobody showed, operations inside forwards included."""
-    for path, info in tree.modules.items():
-        if info.same_as is None and info.operations:
-            watch.watch_source(path)
-    seen = record(interleaver, port.run_once)
-    watch.unwatch_sources()
-    seen.teach(rows, seen.seen)
-    return seen.tree(tree, watch)
+def _loaded(worker: Any) -> None:
+    worker._nnsight_loaded = Loaded(worker)
 
 
-def _record_inner(port: RunnerV1, rows: RowMap, interleaver: Interleaver, path: str) -> None:
-    """Record the operations inside the function that an operation calls."""
-    seen = record(interleaver, port.run_once)
-    inside = [at for at in seen.seen if at.path.startswith(f"{path}.source.")]
-    if not inside:
-        raise LocationError(
-            f"{path} calls no Python function whose source can be had (a module, a kernel, or "
-            "nothing), so it has no operations. Of a module that it calls, ask for that module's "
-            "own `.source`."
-        )
-    seen.teach(rows, inside)
+startup.report_causes()
+scheduling.silence()
+loading.when_loaded(EXTENSION, _loaded)

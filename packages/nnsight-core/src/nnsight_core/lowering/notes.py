@@ -11,7 +11,7 @@ import torch
 
 from nnsight_core.block_tracer import BLOCK_TRACER
 from nnsight_core.code import Code, may_change
-from nnsight_core.effects import Access, Effects, Walk
+from nnsight_core.effects import Access, Effects, Walk, text_of
 from nnsight_core.loops import StepChoice, StepLoop
 from nnsight_core.lowering.affine import EVERY, FIRST, Affine, Steps
 from nnsight_core.lowering.expressions import Symbols
@@ -54,7 +54,7 @@ class Notes:
     ) -> None:
         self.tree, self.tokens, self.targets = tree, tokens, targets
         self.shift = code.line - 2
-        self.effects = Walk(code, names, tree, targets)
+        self.effects = Walk(text_of(code, names, targets), tree)
         self.symbols = Symbols(names, tree, device)
         self.symbols.names.update(dict.fromkeys(targets, Known(BLOCK_TRACER)))
         self.steps: Steps = FIRST

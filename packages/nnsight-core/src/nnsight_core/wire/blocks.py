@@ -99,9 +99,13 @@ def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str,
 
 
 def encode_ended(
-    run: Run, key: str, sequence: int, notes: list[WarningData], waits: bool = False
+    run: Run, key: str, sequence: int, notes: list[WarningData], ways: dict[str, int] | None = None
 ) -> Frame:
-    """The message that a run has ended; what cannot come home becomes the run's error."""
+    """The message that a run has ended; what cannot come home becomes the run's error.
+
+    Args:
+        ways: how many steps of its request ran in which way.
+    """
     result = ended(run, 0, sequence)
     encoder = Encoder()
     error = result.error
@@ -119,7 +123,7 @@ def encode_ended(
         saves=saves,
         error=record_error(error, encoder) if error is not None else None,
         warnings=[*notes, *(_warning(n) for n in result.warnings)],
-        waits=waits,
+        ways=ways or {},
     )
     return message.frame(encoder.buffers)
 
@@ -145,7 +149,7 @@ def decode_event(
                 Noted(w.category(known), w.message, w.filename, w.line) for w in message.warnings
             ]
             value = saves.pop(VALUE, None)
-            return Ended(invoke, message.sequence, saves, value, error, notes)
+            return Ended(invoke, message.sequence, saves, value, error, notes, message.ways)
         case FinishedMessage():
             error = None
             if message.error is not None:

@@ -16,13 +16,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
 )
 
 from nnsight_core.errors import ProtocolError
 from nnsight_core.outputs import RequestOutput
+from nnsight_core.sparse import Sparse
 from nnsight_core.wire.data import loaded
 from nnsight_core.wire.errors import ErrorRecord
 from nnsight_core.wire.frames import Buffer, Frame
@@ -38,7 +37,7 @@ class Message(BaseModel):
         return Frame(self.model_dump(mode="json"), buffers or [])
 
 
-class BlockData(BaseModel):
+class BlockData(Sparse):
     """A block: its code, and what its names hold as typed values.
 
     Attributes:
@@ -52,6 +51,7 @@ class BlockData(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+    later = ("shared", "whole", "reads")
 
     source: str
     filename: str
@@ -63,16 +63,6 @@ class BlockData(BaseModel):
     shared: list[str] = Field(default_factory=list)
     whole: bool = True
     reads: list[str] = Field(default_factory=list)
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # What came later is written only where it says something, so that a side which does not
-        # know it still reads the rest.
-        data = plain(self)
-        for name in ("shared", "whole", "reads"):
-            if data[name] == BlockData.model_fields[name].get_default(call_default_factory=True):
-                del data[name]
-        return data
 
 
 class InvokeData(BaseModel):
@@ -143,12 +133,15 @@ class PrintedMessage(Message):
     text: str
 
 
-class EndedMessage(Message):
+class EndedMessage(Message, Sparse):
     """A block has ended, or (`waits`) waits for the finished output.
 
     Attributes:
         saves: what it saved, by name, as typed values.
+        ways: how many steps had run in which way by then.
     """
+
+    later = ("ways",)
 
     kind: Literal["ended"] = "ended"
     key: str
@@ -157,6 +150,7 @@ class EndedMessage(Message):
     error: ErrorRecord | None = None
     warnings: list[WarningData] = Field(default_factory=list)
     waits: bool = False
+    ways: dict[str, int] = Field(default_factory=dict)
 
 
 class FinishedMessage(Message):

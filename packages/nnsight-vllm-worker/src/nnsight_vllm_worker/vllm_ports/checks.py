@@ -39,6 +39,24 @@ def check_attributes(owner: Any, names: Iterable[str]) -> None:
             raise EngineError(_lacks(owner, f"the attribute `{name}`"))
 
 
+def check_kind(config: Any, pooling: bool) -> None:
+    """Refuse models whose requests are no sequences of steps that draw one token each.
+
+    Raises:
+        EngineError: the model is of such a kind.
+    """
+    kinds = {
+        "makes embeddings and draws no tokens, so a trace has no steps": pooling,
+        "has an encoder, which runs apart from the steps of a request": config.is_encoder_decoder,
+        "draws many tokens at once, so a step is not a token": getattr(
+            config, "is_diffusion", False
+        ),
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise EngineError(f"{config.model} {kind}: it cannot be traced yet.")
+
+
 def _lacks(owner: Any, what: str) -> str:
     import vllm
 

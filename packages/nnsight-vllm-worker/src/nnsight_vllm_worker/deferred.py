@@ -1,0 +1,138 @@
+"""Deferred reads: blocks that only look run after the pass, on copies, while the device goes on.
+
+A pass whose blocks only look is vLLM's own. Right after it, the rows that they want are copied on
+the device; the blocks run on the copies when the next pass is on its way, on a stream of their own,
+with the same order of calls as in any other pass. So they are one pass late and no later, and what
+they wait for (a number, a save) is waited for beside the engine's work and not within it.
+
+They run in the engine's own thread: what a block sets of PyTorch and Python (`isolation`) belongs
+to the process, so that a thread of their own would let it leak into the engine's work.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nnsight_core.interleaver import Interleaver, Observed
+from nnsight_core.locations import LOGITS, SAMPLES, Phase
+from nnsight_core.run import Run
+from nnsight_core.values import flat
+from nnsight_core.wants import Way
+from nnsight_vllm_worker.copies import Copies, Seat, take_rows
+from nnsight_vllm_worker.requests import Tracing
+from nnsight_vllm_worker.rows import RowMap
+from nnsight_vllm_worker.traced import Traced
+
+
+class Pass:
+    """One pass that is over, for the blocks that have still to see it."""
+
+    def __init__(self, copies: Copies, logits: Tensor | None, samples: Tensor) -> None:
+        self.copies = copies
+        self.logits = logits
+        self.samples = take_rows(samples, [seat.row for seat in copies.seats])
+        self.done: torch.cuda.Event | None = None
+        self._tokens = self.samples
+        if samples.is_cuda:
+            self._tokens = torch.empty_like(self.samples, device="cpu", pin_memory=True)
+            self._tokens.copy_(self.samples, non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+    def tokens(self) -> list[int]:
+        """The drawn tokens, as soon as the device has drawn them."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self._tokens.flatten().tolist()
+
+
+class Deferred:
+    """The passes whose blocks have still to run.
+
+    Args:
+        rows: the row map of the engine's own passes.
+        interleaver: that of the engine's own passes.
+    """
+
+    def __init__(self, rows: RowMap, tracing: Tracing, interleaver: Interleaver) -> None:
+        self.rows = RowMap(rows, private=True)
+        self.interleaver = Interleaver(self.rows, interleaver.on_end)
+        self.interleaver.places = interleaver.places
+        self._passes: deque[Pass] = deque()
+        self._tracing = tracing
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def holds(self, traced: Traced) -> bool:
+        """Whether the block of a request has still to see a pass."""
+        return any(s.entry.traced is traced for each in self._passes for s in each.copies.seats)
+
+    def add(self, copies: Copies, logits: Tensor | None, samples: Tensor) -> None:
+        """A pass has drawn its tokens."""
+        self._passes.append(Pass(copies, logits, samples))
+
+    def run(self, leave: int = 0) -> None:
+        """Run the blocks for the passes that wait, but for the last `leave` ones."""
+        while len(self._passes) > leave:
+            seen = self._passes.popleft()
+            with self._beside(seen):
+                self._show(seen)
+                self._draw(seen)
+                self._tracing.send()
+
+    def _show(self, seen: Pass) -> None:
+        """The pass as the blocks see it."""
+        interleaver = self.interleaver
+        self.rows.place_copies(seen.copies.order(), len(seen.copies.seats))
+        seats = [seat for seat in seen.copies.seats if not seat.entry.traced.run.over]
+        for seat in seats:
+            seat.entry.take(self.rows)
+        interleaver.reachable = seen.copies.values.keys()
+        runs, observed = parts_of(seats, Way.DEFERRED)
+        interleaver.begin(runs, observed)
+        seen.copies.visit(interleaver)
+        interleaver.advance(Phase.LOGITS)
+        if seen.logits is not None:
+            interleaver.arrive(LOGITS, seen.logits)
+        interleaver.advance(Phase.SAMPLES)
+        interleaver.arrive(SAMPLES, seen.samples)
+        interleaver.advance(Phase.RESULT)
+
+    def _draw(self, seen: Pass) -> None:
+        """Judge by the drawn tokens which requests have ended."""
+        for seat, token in zip(seen.copies.seats, seen.tokens(), strict=True):
+            traced = seat.entry.traced
+            if seat.entry.draws and not traced.run.over:
+                traced.made += 1
+                if traced.ending.over(token):
+                    self.interleaver.finish(traced.run)
+                    self._tracing.over(traced)
+
+    @contextmanager
+    def _beside(self, seen: Pass) -> Iterator[None]:
+        """Within it, the device works beside the engine's own stream."""
+        if self._stream is None or seen.done is None:
+            yield
+            return
+        self._stream.wait_event(seen.done)
+        for tensor in flat([*seen.copies.values.values(), seen.logits, seen.samples]):
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def parts_of(seats: list[Seat], way: Way) -> tuple[list[Run], list[Observed]]:
+    """The runs that take part in a pass of this way, and what looks on besides them."""
+    runs = []
+    for seat in seats:
+        traced = seat.entry.traced
+        if seat.entry.draws:
+            takes_part = traced.run.ready() or bool(traced.run.recorders)
+            traced.ways[(way if takes_part else Way.PLAIN).name.lower()] += 1
+            if takes_part:
+                runs.append(traced.run)
+    return runs, [each for seat in seats for each in seat.observed]

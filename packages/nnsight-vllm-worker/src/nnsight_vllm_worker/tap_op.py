@@ -1,0 +1,138 @@
+"""The operation that stands at a tap, inside what vLLM compiles and captures.
+
+It does two things to each tensor of a location: rows that the tables name are written (`tables`),
+and rows that have a slot are copied to it (`taps`). Both are decided by device memory alone, so the
+operation can lie in a CUDA graph: a row without an entry and without a slot costs one look at each.
+Where its Python runs (a step without graphs), a sink may be asked as well.
+
+The operation tells layers apart by the tensors it is given and by nothing else: a number would make
+vLLM compile each layer anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Sink = Callable[[list[Tensor]], None]
+SINKS: dict[int, Sink] = {}
+"""What is called with a location's tensors where Python runs, by the address of its first slab."""
+
+ADD, SCALE, SET, PROJECT = 1, 2, 3, 4
+"""What an entry of the tables does to a row `x`: `x + a`, `x * a`, `a`, `x - f (x @ a) a`."""
+
+
+_LIBRARY = torch.library.Library("nnsight", "FRAGMENT")
+_TABLES = (
+    "Tensor slots, Tensor entries, Tensor operands, Tensor masks, Tensor kinds, Tensor factors"
+)
+
+
+def tap(
+    values: list[Tensor],
+    slabs: list[Tensor],
+    slots: Tensor,
+    entries: Tensor,
+    operands: Tensor,
+    masks: Tensor,
+    kinds: Tensor,
+    factors: Tensor,
+) -> None:
+    """Write and copy rows of one location. `look` is the same where nothing may be written.
+
+    Args:
+        values: the location's tensors, each `[rows, ...]` and contiguous within a row.
+        slabs: for each, `[slots, width]`.
+        slots: `[rows at most]`, the slot of each row; -1 for none.
+        entries: `[tensors, rows at most]`, the first entry of each row; 0 for none.
+        operands: `[entries, widest]`, float32.
+        masks: `[entries, widest]`, the columns that an entry writes.
+        kinds: `[entries, 2]`: what an entry does, and which one comes after it; 0 for none.
+        factors: `[entries]`, float32.
+    """
+    run = _on_gpu if values[0].is_cuda else _on_cpu
+    run(values, slabs, slots, entries, operands, masks, kinds, factors)
+    sink = SINKS.get(slabs[0].data_ptr())
+    if sink is not None:
+        sink(values)
+
+
+def _define() -> None:
+    for name, values in (("tap", "Tensor(b!)[] values"), ("look", "Tensor[] values")):
+        _LIBRARY.define(f"{name}({values}, Tensor(a!)[] slabs, {_TABLES}) -> ()")
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, tap, key)
+        torch.library.register_fake(f"nnsight::{name}", lambda *_: None, lib=_LIBRARY)
+
+
+_define()
+
+
+def _on_cpu(
+    values: list[Tensor],
+    slabs: list[Tensor],
+    slots: Tensor,
+    entries: Tensor,
+    operands: Tensor,
+    masks: Tensor,
+    kinds: Tensor,
+    factors: Tensor,
+) -> None:
+    for index, (value, slab) in enumerate(zip(values, slabs, strict=True)):
+        rows = value.shape[0]
+        flat = value.view(rows, -1)
+        width = flat.shape[1]
+        for row in entries[index, :rows].nonzero().flatten().tolist():
+            entry = int(entries[index, row])
+            while entry:
+                kind, after = kinds[entry].tolist()
+                a, x = operands[entry, :width], flat[row].float()
+                new = _written(kind, x, a, factors[entry])
+                flat[row] = torch.where(masks[entry, :width], new.to(flat.dtype), flat[row])
+                entry = after
+        mine = slots[:rows] >= 0
+        if mine.any():
+            slab[slots[:rows][mine].long()] = flat[mine]
+
+
+def _written(kind: int, x: Tensor, a: Tensor, factor: Tensor) -> Tensor:
+    match kind:
+        case 1:
+            return x + a
+        case 2:
+            return x * a
+        case 3:
+            return a
+    return x - factor * (x @ a) * a
+
+
+def _on_gpu(
+    values: list[Tensor],
+    slabs: list[Tensor],
+    slots: Tensor,
+    entries: Tensor,
+    operands: Tensor,
+    masks: Tensor,
+    kinds: Tensor,
+    factors: Tensor,
+) -> None:
+    from nnsight_vllm_worker.tap_kernel import launch
+
+    # A pair of like tensors (a layer's output and the residual stream) goes in one launch.
+    index = 0
+    while index < len(values):
+        one = values[index]
+        other = values[index + 1] if index + 1 < len(values) else one
+        two = other is not one and other.shape == one.shape and other.dtype == one.dtype
+        other_slab = slabs[index + 1] if two else slabs[index]
+        launch(
+            (one, other if two else one),
+            (slabs[index], other_slab),
+            slots,
+            entries[index:],
+            (operands, masks, kinds, factors),
+            2 if two else 1,
+        )
+        index += 2 if two else 1

@@ -1,0 +1,326 @@
+"""Taps: locations whose values are reachable while vLLM runs compiled code and CUDA graphs.
+
+At a tap stands an operation (`tap_op`) that vLLM compiles and captures with the rest. Each tap owns
+a slab of device memory with a fixed number of slots; before a pass, the rows that somebody wants
+are given slots, and one copy after it takes them all. What does not fit (long prompts) is copied
+where the operation's own Python runs, in a pass without graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nnsight_core.errors import EngineError
+from nnsight_core.locations import Location
+from nnsight_core.node import Places
+from nnsight_core.taps import RESID
+from nnsight_core.tree import TOKENS, TensorInfo
+from nnsight_vllm_worker.record import Record, Slot
+from nnsight_vllm_worker.tap_op import SINKS
+
+MOST_BYTES = 256 * 2**20
+"""What the slabs of an engine may take together, unless fewer than `FEWEST` slots fit in it."""
+FEWEST, MOST = 64, 1024
+"""Slots of an engine's slabs."""
+ENTRIES = 1024
+"""Entries of the tables that writes go through."""
+_WIDEST = 65536
+
+
+class Tap(NamedTuple):
+    """One tap.
+
+    Attributes:
+        keys: how each tensor is reached in the location's value.
+        slabs: for each tensor, `[slots, width]`.
+        first: its row in the engine's table of entries.
+        form: how the value is built, with a `Slot` for each tensor.
+    """
+
+    location: Location
+    keys: tuple[tuple[Any, ...], ...]
+    infos: tuple[TensorInfo, ...]
+    slabs: list[Tensor]
+    first: int
+    form: Any
+
+
+class Taps:
+    """The taps of one model, and the device memory that they share.
+
+    Attributes:
+        taps: by location, in the order of the forward pass.
+        named: their locations, by name.
+        slots: how many rows a pass can copy within graphs.
+        bytes: of device memory, slabs and tables together.
+    """
+
+    def __init__(
+        self, record: Record, names: list[str], patterns: Iterable[str], rows: int, device: Any
+    ) -> None:
+        wanted, order = set(names), [at for at in record.order if str(at) in set(names)]
+        missing = wanted - {str(at) for at in order}
+        chosen = []
+        for at in order:
+            why = _unfit(record, at)
+            if why is None:
+                chosen.append(at)
+            elif RESID not in patterns:
+                raise EngineError(f"{at} cannot be a tap: {why}.")
+        if missing and RESID not in patterns:
+            raise EngineError(f"{min(missing)} cannot be a tap: the forward pass did not run it.")
+        per_slot = sum(_width(i) * _dtype(i).itemsize for at in chosen for i in record.seen[at])
+        fit = MOST_BYTES // max(per_slot, 1)
+        self.slots = min(max(fit, FEWEST), MOST, rows)
+        self.device = device
+        self.taps: dict[Location, Tap] = {}
+        self.named: dict[str, Location] = {}
+        count = sum(len(record.seen[at]) for at in chosen)
+        widest = max((_width(i) for at in chosen for i in record.seen[at]), default=1)
+        self._map = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self.entries = torch.zeros((count, rows), dtype=torch.int32, device=device)
+        self.operands = torch.zeros((ENTRIES, widest), dtype=torch.float32, device=device)
+        self.masks = torch.zeros((ENTRIES, widest), dtype=torch.bool, device=device)
+        self.kinds = torch.zeros((ENTRIES, 2), dtype=torch.int32, device=device)
+        self.factors = torch.zeros((ENTRIES,), dtype=torch.float32, device=device)
+        self._place: list[tuple[int, int]] = []
+        number = 0
+        for at in chosen:
+            infos = record.seen[at]
+            # Memory of its own for each: of views of one piece, PyTorch's compiler makes copies.
+            slabs = [
+                torch.zeros(self.slots, _width(info), dtype=_dtype(info), device=device)
+                for info in infos
+            ]
+            keys = tuple(_keys(record.forms[at], index) for index in range(len(infos)))
+            self.taps[at] = Tap(at, keys, infos, slabs, number, record.forms[at])
+            number += len(infos)
+        self.bytes = sum(
+            t.numel() * t.element_size()
+            for t in (
+                *(slab for tap in self.taps.values() for slab in tap.slabs),
+                *(self._map, self.entries, self.operands, self.masks, self.kinds, self.factors),
+            )
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.taps)
+
+    # -- in the model ----------------------------------------------------------------------------
+
+    def install(self, modules: dict[str, nn.Module]) -> None:
+        """Put the taps into a model, before vLLM compiles it."""
+        for path, sides in self._by_module().items():
+            module = modules[path]
+            module._nnsight_taps = tuple(  # type: ignore[assignment]
+                self._arguments(sides[side]) if side in sides else None
+                for side in ("input", "output")
+            )
+            keys = tuple(sides[s].keys if s in sides else None for s in ("input", "output"))
+            module.__class__ = _tapped(type(module), *keys)
+
+    def remove(self, modules: dict[str, nn.Module]) -> None:
+        """Give the modules their own classes back; what is compiled keeps its taps."""
+        for path in self._by_module():
+            module = modules[path]
+            module.__class__ = type(module).__bases__[0]
+
+    def bind(self, places: Places) -> None:
+        """Take the locations of these places, which runs will ask for."""
+        bound = [
+            tap._replace(location=places.location(at.path, at.side))
+            for at, tap in self.taps.items()
+        ]
+        self.taps = {tap.location: tap for tap in bound}
+        self.named = {str(at): at for at in self.taps}
+
+    def around(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A module's forward with its taps, for passes that run as plain Python."""
+        sides = self._by_module().get(path)
+        if sides is None:
+            return forward
+        entry, output = sides.get("input"), sides.get("output")
+
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            if entry is not None:
+                _look(_picked((args, kwargs), entry.keys), self._arguments(entry))
+            value = forward(*args, **kwargs)
+            if output is not None:
+                _tap(_picked(value, output.keys), self._arguments(output))
+            return value
+
+        tapped.__wrapped__ = forward  # type: ignore[attr-defined]
+        return tapped
+
+    def _by_module(self) -> dict[str, dict[str, Tap]]:
+        found: dict[str, dict[str, Tap]] = {}
+        for tap in self.taps.values():
+            found.setdefault(tap.location.path, {})[tap.location.side] = tap
+        return found
+
+    def _arguments(self, tap: Tap) -> tuple[Any, ...]:
+        entries = self.entries[tap.first : tap.first + len(tap.slabs)]
+        tables = (self.operands, self.masks, self.kinds, self.factors)
+        return (tap.slabs, self._map, entries, *tables)
+
+    # -- in a pass -------------------------------------------------------------------------------
+
+    def place(self, spans: list[tuple[int, int]]) -> None:
+        """Give the rows of these spans of the batch slots, one span after the other."""
+        if spans == self._place:
+            return
+        rows = max((stop for _, stop in [*spans, *self._place]), default=0)
+        slots = torch.full((rows,), -1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        first = 0
+        for start, stop in spans:
+            slots[start:stop] = torch.arange(first, first + stop - start, dtype=torch.int32)
+            first += stop - start
+        self._map[:rows].copy_(slots, non_blocking=True)
+        self._place = spans
+
+    def copies(self, wanted: list[Location], first: int, rows: int) -> dict[Location, Any]:
+        """The values of taps, with the rows in `rows` slots from `first` on, as copies."""
+        asked: dict[Any, list[tuple[Location, int, Tensor]]] = {}
+        for at in wanted:
+            tap = self.taps[at]
+            for index, (info, slab) in enumerate(zip(tap.infos, tap.slabs, strict=True)):
+                asked.setdefault(_kind(info), []).append((at, index, slab))
+        made: dict[tuple[Location, int], Tensor] = {}
+        for slabs in asked.values():
+            every = torch.stack([slab[first : first + rows] for _, _, slab in slabs])
+            for (at, index, _), copy in zip(slabs, every.unbind(0), strict=True):
+                made[at, index] = copy
+        return {
+            at: self.value(at, [made[at, i] for i in range(len(self.taps[at].infos))])
+            for at in wanted
+        }
+
+    def value(self, at: Location, tensors: list[Tensor]) -> Any:
+        """The value of a tap, built as the module builds it, of these tensors."""
+        tap = self.taps[at]
+        shaped = [
+            t.view(t.shape[0], *_inner(info)) if t.dim() != len(info.shape) else t
+            for t, info in zip(tensors, tap.infos, strict=True)
+        ]
+        return _filled(tap.form, shaped)
+
+    def listen(
+        self, wanted: Iterable[Location], sink: Callable[[Location, list[Tensor]], None]
+    ) -> None:
+        """Have `sink` called with the tensors of these taps in the pass that begins now."""
+        for at in wanted:
+
+            def call(tensors: list[Tensor], at: Location = at) -> None:
+                sink(at, tensors)
+
+            SINKS[self.taps[at].slabs[0].data_ptr()] = call
+
+    def rest(self) -> None:
+        """Have no sink called any more."""
+        for tap in self.taps.values():
+            SINKS.pop(tap.slabs[0].data_ptr(), None)
+
+
+def _kind(info: TensorInfo) -> tuple[str, int]:
+    return info.dtype, _width(info)
+
+
+def _inner(info: TensorInfo) -> list[int]:
+    return [dim for dim in info.shape[1:] if isinstance(dim, int)]
+
+
+def _width(info: TensorInfo) -> int:
+    return math.prod(_inner(info))
+
+
+def _dtype(info: TensorInfo) -> torch.dtype:
+    return getattr(torch, info.dtype)
+
+
+def _unfit(record: Record, at: Location) -> str | None:
+    """Why a location cannot be a tap; None if it can."""
+    if at in record.repeated:
+        return "one forward pass reaches it more than once"
+    infos = record.seen.get(at, ())
+    if not infos:
+        return "it holds no tensors"
+    for info in infos:
+        if (
+            not info.shape
+            or info.shape[0] != TOKENS
+            or not all(isinstance(dim, int) for dim in info.shape[1:])
+        ):
+            return f"it holds a tensor of shape {info}, which is not one row per token"
+        if _width(info) > _WIDEST:
+            return f"its rows are wider than {_WIDEST}"
+    if not _data(record.forms[at]):
+        return "its value holds more than tensors, numbers and texts"
+    return None
+
+
+def _data(form: Any) -> bool:
+    if isinstance(form, tuple | list):
+        return type(form) in (tuple, list) and all(map(_data, form))
+    if isinstance(form, dict):
+        return all(map(_data, form.values()))
+    return form is None or isinstance(form, int | float | str)
+
+
+def _keys(form: Any, index: int) -> tuple[Any, ...]:
+    """How the tensor of this number is reached in a value of this form."""
+    if isinstance(form, Slot):
+        return () if form == index else (None,)
+    parts = form.items() if isinstance(form, dict) else enumerate(form or ())
+    for key, part in parts:
+        if isinstance(part, Slot | tuple | list | dict):
+            inner = _keys(part, index)
+            if None not in inner:
+                return (key, *inner)
+    return (None,)
+
+
+def _filled(form: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(form, Slot):
+        return tensors[form]
+    if isinstance(form, tuple | list):
+        return type(form)(_filled(part, tensors) for part in form)
+    if isinstance(form, dict):
+        return {key: _filled(part, tensors) for key, part in form.items()}
+    return form
+
+
+def _picked(value: Any, keys: tuple[tuple[Any, ...], ...]) -> list[Tensor]:
+    found = []
+    for path in keys:
+        part = value
+        for key in path:
+            part = part[key]
+        found.append(part)
+    return found
+
+
+def _tap(values: list[Tensor], arguments: tuple[Any, ...]) -> None:
+    torch.ops.nnsight.tap(values, *arguments)
+
+
+def _look(values: list[Tensor], arguments: tuple[Any, ...]) -> None:
+    torch.ops.nnsight.look(values, *arguments)
+
+
+def _tapped(cls: type[nn.Module], entry: Any, output: Any) -> type[nn.Module]:
+    """A class whose forward is that of `cls` with taps at what comes in or goes out."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if entry is not None:
+            _look(_picked((args, kwargs), entry), self._nnsight_taps[0])
+        value = cls.forward(self, *args, **kwargs)
+        if output is not None:
+            _tap(_picked(value, output), self._nnsight_taps[1])
+        return value
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

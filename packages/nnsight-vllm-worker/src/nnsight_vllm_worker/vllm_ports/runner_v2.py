@@ -1,0 +1,163 @@
+"""The V2 model runner: when requests come and go, what the rows are, where logits and ids pass.
+
+Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/worker/gpu/model_runner.py`):
+- `execute_model(scheduler_output, dummy_run=)` updates the requests' states, asks
+  `cudagraph_manager.dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras=)` once
+  how the step is to run, and runs the model. A description of mode NONE, with the numbers as they
+  are, is a step without graphs.
+- the batch's order is `sort_batch_req_ids(num_scheduled_tokens, decode_query_len)`. Of a request,
+  `req_states.num_computed_tokens_np` tokens have run and `req_states.prefill_len.np` were known
+  when it came; each later one is known when it is drawn.
+- `sample_tokens` calls `sample(hidden_states, input_batch, grammar_output)`, which calls the
+  model's `compute_logits` (`[requests, vocab]`) and gives back first an output whose
+  `sampled_token_ids` are `[requests, 1]`.
+- a request that was preempted comes again among the new ones, under its old id.
+- `_dummy_run(num_tokens, skip_attn=True, is_profile=True)` runs the model without requests, graphs
+  and keys and values, and gives back its hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nnsight_vllm_worker.step import Steps
+from nnsight_vllm_worker.traced import Arrival, Part
+from nnsight_vllm_worker.vllm_ports import ending
+from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_kind, check_methods
+from nnsight_vllm_worker.vllm_ports.scheduling import end_requests
+
+_METHODS = {
+    "execute_model": ("scheduler_output", "dummy_run"),
+    "sample_tokens": ("grammar_output",),
+    "sample": ("hidden_states", "input_batch", "grammar_output"),
+    "_dummy_run": ("num_tokens", "skip_attn", "is_profile"),
+    "_set_active_loras": ("prompt_lora_mapping", "token_lora_mapping"),
+    "get_model": (),
+}
+
+
+class RunnerV2:
+    """Calls `Steps` from one V2 runner, by wrapping methods on the instance."""
+
+    def __init__(self, runner: Any) -> None:
+        from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+
+        check_methods(runner, _METHODS)
+        check_methods(model_runner, {"sort_batch_req_ids": ("decode_query_len",)})
+        check_methods(cudagraph_utils, {"BatchExecutionDescriptor": ("cg_mode", "num_reqs")})
+        check_attributes(runner, ("req_states", "decode_query_len", "device", "vllm_config"))
+        check_attributes(runner, ("lora_config", "is_pooling_model"))
+        states = ("num_computed_tokens_np", "prefill_len", "req_id_to_index")
+        check_attributes(runner.req_states, states)
+        ending.check()
+        check_kind(runner.vllm_config.model_config, pooling=runner.is_pooling_model)
+        self._runner = runner
+        self._sort = model_runner.sort_batch_req_ids
+        self._describe = cudagraph_utils.BatchExecutionDescriptor
+        self._scheduled: dict[str, int] | None = None
+        self._sampling = False
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The loaded model."""
+        return self._runner.get_model()
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._runner.device
+
+    @torch.inference_mode()
+    def run_once(self, tokens: int, requests: int) -> None:
+        """Run the model on so many tokens, and the logits of so many requests, for nobody."""
+        hidden, _ = self._runner._dummy_run(tokens, skip_attn=True, is_profile=True)
+        if self._runner.lora_config is not None:
+            self._runner._set_active_loras((0,) * requests, (0,) * tokens, set())
+        model: Any = self.model
+        model.compute_logits(hidden[:requests])
+
+    def attach(self, steps: Steps) -> None:
+        """From now on, report every step."""
+        runner, graphs = self._runner, self._runner.cudagraph_manager
+        model: Any = self.model
+        check_methods(graphs, {"dispatch": ("num_reqs", "num_tokens", "num_active_loras")})
+        execute, dispatch = runner.execute_model, graphs.dispatch
+        sample_tokens, sample, head = runner.sample_tokens, runner.sample, model.compute_logits
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dummy_run") or len(args) > 1:
+                return execute(scheduler_output, *args, **kwargs)
+            new = [
+                Arrival(
+                    request.req_id,
+                    request.prompt_token_ids or [],
+                    request.sampling_params,
+                    request.num_computed_tokens,
+                )
+                for request in scheduler_output.scheduled_new_reqs
+            ]
+            steps.requests(new, scheduler_output.finished_req_ids)
+            self._scheduled = scheduler_output.num_scheduled_tokens
+            try:
+                output = execute(scheduler_output, *args, **kwargs)
+            finally:
+                self._scheduled = None
+            steps.forwarded()
+            return output
+
+        def dispatch_step(
+            num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int
+        ) -> Any:
+            if self._scheduled and steps.tracing.requests:
+                steps.begin(self._batch(self._scheduled))
+                if not steps.graphs:
+                    none = runner.vllm_config.compilation_config.cudagraph_mode.NONE
+                    return self._describe(
+                        cg_mode=none,
+                        num_tokens=num_tokens,
+                        num_reqs=num_reqs,
+                        num_active_loras=num_active_loras,
+                    )
+            return dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras)
+
+        def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            logits = head(*args, **kwargs)
+            if self._sampling:
+                # Once: what comes later is for logprobs of prompts.
+                self._sampling = False
+                steps.logits(logits)
+            return logits
+
+        def sample_ids(*args: Any, **kwargs: Any) -> Any:
+            self._sampling = True
+            try:
+                output = sample(*args, **kwargs)
+            finally:
+                self._sampling = False
+            steps.samples(output[0].sampled_token_ids)
+            return output
+
+        def sample_all(*args: Any, **kwargs: Any) -> Any:
+            output = sample_tokens(*args, **kwargs)
+            ended = steps.end()
+            if ended:
+                end_requests(output, ended)
+            return output
+
+        runner.execute_model, graphs.dispatch = execute_model, dispatch_step
+        runner.sample_tokens, runner.sample = sample_all, sample_ids
+        model.compute_logits = compute_logits
+
+    def _batch(self, scheduled: dict[str, int]) -> list[Part]:
+        """Each request's part in the pass that is about to run, in the order of its rows."""
+        states = self._runner.req_states
+        parts = []
+        for request in self._sort(scheduled, self._runner.decode_query_len):
+            index = states.req_id_to_index[request]
+            tokens = scheduled[request]
+            computed = int(states.num_computed_tokens_np[index])
+            known = max(int(states.prefill_len.np[index]), computed + tokens)
+            parts.append(Part(request, tokens, computed, known))
+        return parts

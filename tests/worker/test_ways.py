@@ -1,0 +1,241 @@
+"""The ways a step can run on a compiled engine: each gives what the eager engine gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_core import NotATapError
+from nnsight_core.wants import Way
+
+PROMPT = "The Eiffel Tower is in the city of"
+STEPS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+
+
+def layers(model: Any) -> Any:
+    return model.transformer.h if "transformer" in model.tree.modules else model.model.layers
+
+
+# -- one block for each way --------------------------------------------------------------------
+
+
+def looks(model: Any) -> Any:
+    layer = layers(model)
+    with model.trace(PROMPT, **STEPS) as tracer:
+        seen = [].save()
+        for step in tracer.all():
+            seen.append((step, layer[1].output, layer[4].output, model.logits, model.samples))
+        out = tracer.result.save()
+    return seen, out
+
+
+def looks_at_the_prompt(model: Any) -> Any:
+    layer = layers(model)
+    with model.trace(PROMPT, **STEPS) as tracer:
+        seen = layer[3].output.save()
+        out = tracer.result.save()
+    return seen, out
+
+
+def writes_logits(model: Any) -> Any:
+    layer = layers(model)
+    with model.trace(PROMPT, **STEPS) as tracer:
+        seen = [].save()
+        for _ in tracer.all():
+            seen.append(layer[2].output)
+            model.logits[:, 60:] = float("-inf")
+            seen.append(model.samples)
+        out = tracer.result.save()
+    return seen, out
+
+
+def runs_modules(model: Any) -> Any:
+    layer, gpt2 = layers(model), "transformer" in model.tree.modules
+    norm = model.transformer.ln_f if gpt2 else model.model.norm
+    with model.trace(PROMPT, **STEPS) as tracer:
+        seen = [].save()
+        for _ in tracer.iter[:3]:
+            hidden = layer[2].output if gpt2 else sum(layer[2].output)
+            seen.append(norm(hidden))
+        out = tracer.result.save()
+    return seen, out
+
+
+def writes_at_a_tap(model: Any) -> Any:
+    layer, gpt2 = layers(model), "transformer" in model.tree.modules
+    with model.trace(PROMPT, **STEPS) as tracer:
+        seen = [].save()
+        for step in tracer.all():
+            hidden = layer[2].output if gpt2 else layer[2].output[0]
+            hidden[:] = hidden.flip(-1) * (1 + 0.1 * step)
+            seen.append((layer[3].output, model.logits))
+        out = tracer.result.save()
+    return seen, out
+
+
+def assigns_at_a_tap(model: Any) -> Any:
+    layer, gpt2 = layers(model), "transformer" in model.tree.modules
+    with model.trace(PROMPT, **STEPS) as tracer:
+        if gpt2:
+            layer[3].output = torch.tanh(layer[3].output)
+        else:
+            layer[3].output = (torch.tanh(layer[3].output[0]), layer[3].output[1])
+        seen = layer[4].output.save()
+        out = tracer.result.save()
+    return seen, out
+
+
+def reads_what_is_no_tap(model: Any) -> Any:
+    with model.trace(PROMPT, **STEPS) as tracer:
+        seen = [].save()
+        for _ in tracer.iter[:2]:
+            seen.append(layers(model)[1].input)
+        out = tracer.result.save()
+    return seen, out
+
+
+BLOCKS: dict[Callable[[Any], Any], dict[str, int]] = {
+    looks: {"deferred": 6},
+    looks_at_the_prompt: {"deferred": 1, "plain": 5},
+    writes_logits: {"after": 6},
+    runs_modules: {"after": 3, "plain": 3},
+    writes_at_a_tap: {"interleaved": 6},
+    assigns_at_a_tap: {"interleaved": 1, "plain": 5},
+    reads_what_is_no_tap: {"eager": 2, "plain": 4},
+}
+
+
+def agree(here: Any, there: Any, near: Any) -> None:
+    assert type(here) is type(there)
+    if isinstance(here, torch.Tensor):
+        assert here.shape == there.shape
+        near(here, there)
+    elif isinstance(here, list | tuple):
+        assert len(here) == len(there)
+        for one, other in zip(here, there, strict=True):
+            agree(one, other, near)
+    else:
+        assert here == there
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_each_way_gives_what_the_eager_engine_gives(
+    request: pytest.FixtureRequest, near: Any, name: str, block: Any
+) -> None:
+    compiled = request.getfixturevalue(f"compiled_{name}")
+    eager = request.getfixturevalue(name)
+    seen, out = block(compiled)
+    there, expected = block(eager)
+    agree(seen, there, near)
+    assert out.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert out.ways == BLOCKS[block]
+    assert set(expected.ways) <= {"eager", "plain"}
+
+
+def test_taps_of_inputs_and_submodules(compiled_gpt2: Any, gpt2: Any, near: Any) -> None:
+    def run(model: Any) -> Any:
+        with model.trace(PROMPT, **STEPS) as tracer:
+            seen = [].save()
+            for _ in tracer.all():
+                for layer in model.transformer.h[2:5]:
+                    seen.append((layer.attn.input, layer.mlp.output))
+            out = tracer.result.save()
+        return seen, out
+
+    (seen, out), (there, _) = run(compiled_gpt2), run(gpt2)
+    agree(seen, there, near)
+    assert out.ways == {"deferred": 6}
+
+
+def test_requests_of_every_way_at_once(compiled_gpt2: Any, gpt2: Any, near: Any) -> None:
+    def run(model: Any) -> Any:
+        layer = model.transformer.h
+        with model.trace(**STEPS) as tracer:
+            with tracer.invoke(PROMPT):
+                looked = [].save()
+                for _ in tracer.all():
+                    looked.append(layer[5].output)
+            with tracer.invoke("The Colosseum"):
+                banned = [].save()
+                for _ in tracer.all():
+                    model.logits[:, :80] = float("-inf")
+                    banned.append(model.samples.item())
+            with tracer.invoke("Big Ben is"):
+                for _ in tracer.iter[2:4]:
+                    layer[6].output[:] *= -1
+                written = model.logits.save()
+            with tracer.invoke("One"):
+                eager = layer[3].mlp.act.output.save()
+            with tracer.invoke("Two three four"):
+                pass
+        return (looked[0], banned[1], written[2], eager[3]), tracer.outputs
+
+    (seen, outputs), (there, expected) = run(compiled_gpt2), run(gpt2)
+    agree(seen, there, near)
+    for one, other in zip(outputs, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def test_a_prompt_of_more_rows_than_slots(compiled_gpt2: Any, gpt2: Any, near: Any) -> None:
+    taps = _taps(compiled_gpt2)
+    slots, taps.slots = taps.slots, 8
+    prompt = list(range(60, 160))
+
+    def run(model: Any) -> Any:
+        with model.trace(prompt, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+            seen = [].save()
+            for _ in tracer.all():
+                seen.append((model.transformer.h[2].output, model.transformer.h[9].output))
+            out = tracer.result.save()
+        return seen, out
+
+    try:
+        seen, out = run(compiled_gpt2)
+    finally:
+        taps.slots = slots
+    there, _ = run(gpt2)
+    agree(seen, there, near)
+    assert seen[0][0].shape == (100, 96)
+    assert out.ways == {"deferred": 3}
+
+
+def _taps(model: Any) -> Any:
+    core = model.llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker._nnsight_loaded.taps
+
+
+def test_a_location_that_the_text_does_not_show(compiled_gpt2: Any) -> None:
+    """What a block asks for against its text is an error of its request, never another value."""
+    with pytest.raises(NotATapError, match="transformer.h.3.mlp.output|text did not say"):  # noqa: SIM117
+        with compiled_gpt2.trace(PROMPT, **STEPS) as tracer:
+            for step in tracer.iter[:2]:
+                name = "output" if step < 9 else "input"
+                hidden = vars(type(compiled_gpt2))["get"](compiled_gpt2, "transformer.wte")
+                seen = hidden.__getattr__(name).save()
+    assert compiled_gpt2._engine.counts()["live"] == 0
+
+
+def test_only_taps(compiled_gpt2: Any) -> None:
+    with pytest.raises(NotATapError, match=r"line \d+: transformer.h.1.input is not a tap"):  # noqa: SIM117
+        with compiled_gpt2.trace(PROMPT, only_taps=True):
+            hidden = compiled_gpt2.transformer.h[1].input.save()
+    with compiled_gpt2.trace(PROMPT, only_taps=True, max_tokens=1):
+        hidden = compiled_gpt2.transformer.h[1].output.save()
+    assert hidden.shape[1] == 96
+
+
+def test_explain(compiled_gpt2: Any, gpt2: Any) -> None:
+    with compiled_gpt2.trace(PROMPT, **STEPS) as tracer:
+        first = compiled_gpt2.transformer.h[1].input.save()
+        for _ in tracer.iter[1:]:
+            later = compiled_gpt2.transformer.h[2].output.save()
+    found = compiled_gpt2.explain(tracer)
+    assert found.first.way is Way.EAGER and "transformer.h.1.input is not a tap" in found.first.why
+    assert found.later.way is Way.DEFERRED and found.later.taps == ("transformer.h.2.output",)
+    assert str(found).startswith("step 0: eager") and "later steps: deferred" in str(found)
+    assert tracer.result.ways == {"eager": 1, "deferred": 5}
+    assert "compiles nothing" in str(gpt2.explain(tracer))
