@@ -79,7 +79,7 @@ def compile_block(source: str, filename: str, line: int, function: str, lazy: bo
             )
     _refuse_gradients(body, filename)
     names = analyse(body, lazy)
-    snapshots = any(_may_change(node) for statement in body for node in ast.walk(statement))
+    snapshots = any(may_change(node) for statement in body for node in ast.walk(statement))
     unseen = any(
         isinstance(node, ast.Attribute) and node.attr in _UNSEEN
         for statement in body
@@ -137,7 +137,7 @@ def _own_statements(body: list[ast.stmt]) -> list[ast.expr | ast.stmt]:
     return found
 
 
-def _may_change(node: ast.AST) -> bool:
+def may_change(node: ast.AST) -> bool:
     """Whether a node may change a tensor in place: a store into it, or a call not known as pure."""
     match node:
         case ast.AugAssign() | ast.Subscript(ctx=ast.Store() | ast.Del()):

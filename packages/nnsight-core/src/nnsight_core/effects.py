@@ -169,13 +169,17 @@ class _Same:
         return isinstance(other, _Same) and self.tree is other.tree
 
 
+def statements_of(code: Code) -> list[ast.stmt]:
+    """A block's statements; their lines are `code.line - 2` before the user's."""
+    wrapper = ast.parse("if 1:\n" + code.source).body[0]
+    assert isinstance(wrapper, ast.If)
+    return wrapper.body
+
+
 @lru_cache(maxsize=1024)
 def _read(text: Text, tree: _Same) -> Effects:
-    wrapper = ast.parse("if 1:\n" + text.code.source).body[0]
-    assert isinstance(wrapper, ast.If)
-    walk = _Walk(tree.tree, text.code.line - 2)
-    walk.known.update(text.known)
-    walk.block(wrapper.body)
+    walk = Walk(text, tree.tree)
+    walk.block(statements_of(text.code))
     return walk.effects
 
 
@@ -233,11 +237,13 @@ def _common(paths: Iterable[str]) -> str:
     return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*split, strict=True))
 
 
-class _Walk(ast.NodeVisitor):
-    def __init__(self, tree: ModelTree | None, shift: int) -> None:
+class Walk(ast.NodeVisitor):
+    """Reads the effects of statements, one after the other. See `effects_of`."""
+
+    def __init__(self, text: Text, tree: ModelTree | None = None) -> None:
         self.tree = tree
-        self.shift = shift
-        self.known: dict[str, _Thing] = {}
+        self.shift = text.code.line - 2
+        self.known: dict[str, _Thing] = dict(text.known)
         self.effects = Effects()
         self.maybe = 0  # how many statements lie around this one that may not run
         self.when = FIRST
@@ -245,6 +251,10 @@ class _Walk(ast.NodeVisitor):
     def block(self, body: list[ast.stmt]) -> None:
         for statement in body:
             self.visit(statement)
+
+    def bind(self, target: ast.expr, path: str | None) -> None:
+        """A name gets the node at a path, or something that is none."""
+        self.store(target, None if path is None else _Node(path))
 
     # -- statements ------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,13 @@ class StepLoop:
         self._steps = steps
         self._start = start
         self._stride = stride
+
+    @property
+    def steps(self) -> range | tuple[int, ...]:
+        """The numbers of the steps; without a bound, a range up to `sys.maxsize`."""
+        if self._steps is None:
+            return range(self._start, sys.maxsize, self._stride)
+        return self._steps if isinstance(self._steps, range) else tuple(self._steps)
 
     def __iter__(self) -> Iterator[int]:
         run = need_run("A loop over steps")
