@@ -115,6 +115,8 @@ def agree(here: Any, there: Any, near: Any) -> None:
     if isinstance(here, torch.Tensor):
         assert here.shape == there.shape
         near(here, there)
+    elif isinstance(here, dict):
+        agree(list(here.items()), list(there.items()), near)
     elif isinstance(here, list | tuple):
         assert len(here) == len(there)
         for one, other in zip(here, there, strict=True):

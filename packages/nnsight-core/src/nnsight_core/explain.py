@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from nnsight_core.backend import Invoke
-from nnsight_core.effects import Text, text_of
+from nnsight_core.effects import Text, effects_of, text_of
 from nnsight_core.errors import NotATapError
-from nnsight_core.scope import call_block, target_names
+from nnsight_core.lowering import NotLowered
+from nnsight_core.scope import call_block, scope_of, target_names
 from nnsight_core.tree import ModelTree
-from nnsight_core.wants import NOTHING, Want, Wants, Way, wants_of
+from nnsight_core.wants import NOTHING, Want, Wants, Way, lower_at_taps, wants_of
 
 _MEANS = {
     Way.PLAIN: "vLLM's own step; nothing of the block runs",
@@ -28,6 +30,8 @@ class Explanation:
     Attributes:
         first, later: the prefill, and each later step that the block looks at: the way, the taps
             that it uses, and why no faster way will do.
+        writes: what the taps write for it, so that no Python has to.
+        reasons: why its writes are not done so.
 
     Example:
         >>> print(model.explain(tracer))
@@ -35,6 +39,8 @@ class Explanation:
     """
 
     wants: Wants | None
+    writes: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
 
     @property
     def first(self) -> Want:
@@ -45,23 +51,44 @@ class Explanation:
         return self.wants.at(1) if self.wants else NOTHING
 
     def __str__(self) -> str:
-        return f"step 0: {_line(self.first)}\nlater steps: {_line(self.later)}"
+        lines = [f"step 0: {_line(self.first)}", f"later steps: {_line(self.later)}"]
+        lines += [f"written by taps: {write}" for write in self.writes]
+        lines += [f"not written by taps: {reason}" for reason in self.reasons]
+        return "\n".join(lines)
 
 
-def text_of_invoke(invoke: Invoke) -> Text | None:
-    """The text of an invoke's block, if it has one."""
+class Read(NamedTuple):
+    """A block's text, and if it writes in the forward pass what its names hold."""
+
+    text: Text
+    names: dict[str, Any] | None
+
+
+def read_invoke(invoke: Invoke) -> Read | None:
+    """What is known of an invoke's block, if it has one."""
     block = call_block(invoke.function) if invoke.function is not None else invoke.block
     if block is None:
         return None
-    return text_of(block.code, block.names, target_names(block.target))
+    text = text_of(block.code, block.names, target_names(block.target))
+    return Read(text, scope_of(block) if text.effects().writes_forward else None)
 
 
-def explain(text: Text | None, tree: ModelTree) -> Explanation:
+def explain(read: Read | None, tree: ModelTree) -> Explanation:
     """How the steps of an invoke with this block run on an engine with this tree."""
-    return Explanation(None if text is None else wants_of(text.effects(tree), tree))
+    if read is None:
+        return Explanation(None)
+    wants = wants_of(read.text.effects(tree), tree)
+    if read.names is None or not tree.taps:
+        return Explanation(wants)
+    code, names = read.text.code, read.names
+    found = lower_at_taps(code, names, tree, None, "cpu")
+    if isinstance(found, NotLowered):
+        return Explanation(wants, (), tuple(str(found).splitlines()))
+    wants = wants_of(effects_of(found.rest, names, tree), tree)
+    return Explanation(wants, tuple(str(write) for write in found.writes))
 
 
-def refuse_untapped(texts: Sequence[Text | None], tree: ModelTree) -> None:
+def refuse_untapped(texts: Sequence[Read | None], tree: ModelTree) -> None:
     """Refuse what would run a step eagerly.
 
     Raises:

@@ -6,9 +6,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from nnsight_core.backend import Backend, Invoke
-from nnsight_core.effects import Text
 from nnsight_core.errors import EngineError, LocationError, NotSupportedError
-from nnsight_core.explain import Explanation, explain, refuse_untapped, text_of_invoke
+from nnsight_core.explain import Explanation, Read, explain, read_invoke, refuse_untapped
 from nnsight_core.node import Places, Root
 from nnsight_core.outcome import reraise
 from nnsight_core.outputs import RequestOutput
@@ -97,9 +96,9 @@ class Model(Root):
         found = [explain(text, self.tree) for text in tracer._texts]
         return found[0] if len(found) == 1 else found
 
-    def _read(self, invokes: list[Invoke], only_taps: bool) -> list[Text | None]:
+    def _read(self, invokes: list[Invoke], only_taps: bool) -> list[Read | None]:
         """The texts of the invokes' blocks, refused if they leave the taps and must not."""
-        texts = [text_of_invoke(invoke) for invoke in invokes]
+        texts = [read_invoke(invoke) for invoke in invokes]
         if only_taps:
             refuse_untapped(texts, self.tree)
         return texts

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
+from nnsight_core.code import Code
 from nnsight_core.effects import FIRST, Access, Effects
+from nnsight_core.lowering import Affine, Lowered, NotLowered, lower
 from nnsight_core.tree import ModelTree
 
 
@@ -60,6 +64,28 @@ class Wants:
 
 
 NOTHING = Want(Way.PLAIN, (), "", False)
+
+
+def lower_at_taps(
+    code: Code, names: Mapping[str, Any], tree: ModelTree, tokens: int | None, device: Any
+) -> Lowered | NotLowered:
+    """Lower a block's writes, if all of them are at taps. See `nnsight_core.lowering`."""
+    order = [name.removesuffix(".output") for name in tree.taps if name.endswith(".output")]
+    found = lower(code, names, tree, tokens=tokens, order=order, device=device)
+    if isinstance(found, NotLowered):
+        return found
+    away = [w for w in found.writes if f"{w.path}.output" not in tree.taps or _wide(w, tree)]
+    if not away:
+        return found
+    return NotLowered(
+        tuple((w.line, f"{w.path}.output is written, which is no tap of this dtype") for w in away)
+    )
+
+
+def _wide(write: Affine, tree: ModelTree) -> bool:
+    """Whether a tensor's dtype holds more than the tables, which compute in float32."""
+    held = tree.modules[write.path].output
+    return held is None or held[write.index].dtype not in ("float32", "bfloat16", "float16")
 
 
 def wants_of(effects: Effects, tree: ModelTree) -> Wants:

@@ -13,6 +13,7 @@ from torch import Tensor
 from nnsight_core.interleaver import Interleaver, Observed
 from nnsight_core.locations import Location
 from nnsight_core.wants import Way
+from nnsight_vllm_worker.tables import Span
 from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.traced import Entry
 
@@ -27,6 +28,7 @@ class Seat:
         taps: the taps that it may want.
         logits: whether it wants the logits.
         way: the fastest way that gives it what it wants.
+        spans: the rows of its part of the pass that the tables write.
     """
 
     entry: Entry
@@ -35,6 +37,7 @@ class Seat:
     taps: dict[Location, None] = field(default_factory=dict)
     logits: bool = False
     way: Way = Way.PLAIN
+    spans: tuple[Span, ...] = ()
 
 
 class Copies:

@@ -132,7 +132,8 @@ def parts_of(seats: list[Seat], way: Way) -> tuple[list[Run], list[Observed]]:
         traced = seat.entry.traced
         if seat.entry.draws:
             takes_part = traced.run.ready() or bool(traced.run.recorders)
-            traced.ways[(way if takes_part else Way.PLAIN).name.lower()] += 1
+            way_taken = "tables" if seat.spans else way.name.lower() if takes_part else "plain"
+            traced.ways[way_taken] += 1
             if takes_part:
                 runs.append(traced.run)
     return runs, [each for seat in seats for each in seat.observed]

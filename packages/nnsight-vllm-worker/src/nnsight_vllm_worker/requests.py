@@ -20,9 +20,10 @@ from nnsight_core.code import compile_block
 from nnsight_core.effects import effects_of
 from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
 from nnsight_core.locations import RESULT
+from nnsight_core.lowering import NotLowered
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
-from nnsight_core.wants import wants_of
+from nnsight_core.wants import lower_at_taps, wants_of
 from nnsight_core.watch import Watch
 from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import code_of, decode_run, encode_ended
@@ -37,6 +38,7 @@ from nnsight_core.wire.messages import (
 )
 from nnsight_vllm_worker.blobs import Store
 from nnsight_vllm_worker.rows import RowMap
+from nnsight_vllm_worker.tables import Full, Tables
 from nnsight_vllm_worker.traced import Arrival, Traced
 from nnsight_vllm_worker.vllm_ports.ending import Ending
 from nnsight_vllm_worker.written import LIMIT, Allowance, Written
@@ -67,6 +69,7 @@ class Tracing:
         config: Any,
         pickle: bool,
     ) -> None:
+        self.tables: Tables
         self.requests: dict[str, Traced] = {}
         self.awaited: dict[tuple[str, int], Traced] = {}
         self.limit: float | None = None
@@ -141,6 +144,9 @@ class Tracing:
         traced = self.requests.pop(request, None)
         if traced is not None:
             traced.written.release()
+            if traced.table is not None:
+                self.tables.release(traced.table)
+                traced.table = None
 
     def forget(self, key: str) -> None:
         """Drop the blocks of a request that nobody waits for any more."""
@@ -196,7 +202,7 @@ class Tracing:
             frame = self._encoded(traced)
         traced.sent = True
         self.awaited.pop((traced.key, traced.sequence), None)
-        if run.error is not None or (not traced.written and not run.recorders):
+        if run.error is not None or not (traced.written or traced.table or run.recorders):
             self.gone(traced.request)
         self._emit(frame)
 
@@ -237,8 +243,10 @@ class Tracing:
             )
             run = WATCHDOG.call(self.limit, decode_run, block, decoder, traced, self._extra)
             run.limit = self.limit
-        effects = effects_of(code, run.scope, self._watch.places.tree)
+        effects = effects_of(code, run.scope, self._tree)
         traced.wants = wants_of(effects, self._tree)
+        if effects.writes_forward and self._tree.taps:
+            run = self._lowered(run, traced) or run
         if "source" in code.compiled.co_names:
             for path in effects.sources():
                 self._watch.watch_source(path)
@@ -246,6 +254,23 @@ class Tracing:
                     self._recorded.add(path)
                     self.record(path)
         return run
+
+    def _lowered(self, run: Run, traced: Traced) -> Run | None:
+        """The run of what is left of a block whose writes the taps do; None if they cannot."""
+        device = self._store.device
+        found = WATCHDOG.call(
+            self.limit, lower_at_taps, run.code, run.scope, self._tree, traced.prompt, device
+        )
+        if isinstance(found, NotLowered):
+            return None
+        try:
+            traced.table = self.tables.install(found.writes, traced.prompt)
+        except Full:
+            return None
+        traced.wants = wants_of(effects_of(found.rest, run.scope, self._tree), self._tree)
+        rest = Run(found.rest, run.scope, traced)
+        rest.saves.shared, rest.limit, rest.reader = run.saves.shared, run.limit, True
+        return rest
 
     def _warned(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
         run = current_run()

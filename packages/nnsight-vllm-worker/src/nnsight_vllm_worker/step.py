@@ -10,6 +10,7 @@ pass (interleaved, eager), when it is over (after), or when the next one is on i
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +56,11 @@ class Steps:
         self._logits: Tensor | None = None
 
     @property
+    def busy(self) -> bool:
+        """Whether `begin` has to be called before a pass."""
+        return bool(self.tracing.requests) or self.tracing.tables.placed
+
+    @property
     def plain(self) -> bool:
         """Whether the pass runs the model's plain Python."""
         return self.way is Way.EAGER
@@ -84,22 +90,29 @@ class Steps:
     def begin(self, batch: list[Part]) -> None:
         """The forward pass is about to run on this batch."""
         self._reset()
-        if not self.tracing.requests:
-            return
         seats = [seat for row, part in enumerate(batch) if (seat := self._enter(row, part))]
+        self._place_writes(batch, seats)
+        seats = [seat for seat in seats if seat.observed or not seat.entry.traced.idle]
         self.way = max([self._way(seat) for seat in seats], default=Way.PLAIN)
         if self.way >= Way.INTERLEAVED:
             self._run_within(batch, seats)
         elif seats:
             self._copy_from(batch, seats)
 
+    def _place_writes(self, batch: list[Part], seats: list[Seat]) -> None:
+        """Let the taps write what blocks have them write in this pass."""
+        first = [0, *itertools.accumulate(part.tokens for part in batch)]
+        self.tracing.tables.place([(first[seat.row], seat.spans) for seat in seats])
+
     def _enter(self, row: int, part: Part) -> Seat | None:
         traced = self.tracing.requests.get(part.request)
         if traced is None:
             return None
         try:
-            entry = traced.enter(part)
-            return Seat(entry, row, list(traced.observed(part)))
+            seat = Seat(traced.enter(part), row, list(traced.observed(part)))
+            if traced.table is not None:
+                seat.spans = traced.table.spans(part.computed, part.tokens)
+            return seat
         except EngineError as error:
             self.tracing.fail(traced, error)
             return None

@@ -84,7 +84,7 @@ def _tap(
     x = tl.load(start + columns, mask=inside)
     if entry > 0:
         while entry > 0:
-            kind = tl.load(kinds + entry * 2)
+            kind = tl.load(kinds + entry * 3)
             at = entry * stride_operands + columns
             a = tl.load(operands + at, mask=inside, other=0.0)
             mask = tl.load(masks + at, mask=inside, other=0) != 0
@@ -95,9 +95,12 @@ def _tap(
             elif kind == 2:
                 new = old * a
             elif kind == 4:
-                new = old - tl.load(factors + entry) * tl.sum(tl.where(inside, old * a, 0.0), 0) * a
+                along = tl.load(kinds + entry * 3 + 2).to(tl.int64) * stride_operands
+                b = tl.load(operands + along + columns, mask=inside, other=0.0)
+                dot = tl.sum(tl.where(inside, old * a, 0.0), 0)
+                new = old - tl.load(factors + entry) * dot * b
             x = tl.where(mask, new.to(x.dtype), x)
-            entry = tl.load(kinds + entry * 2 + 1).to(tl.int64)
+            entry = tl.load(kinds + entry * 3 + 1).to(tl.int64)
         tl.store(start + columns, x, mask=inside)
     if slot >= 0:
         tl.store(slab + slot * width + columns, x, mask=inside)

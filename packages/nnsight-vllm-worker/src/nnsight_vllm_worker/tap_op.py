@@ -21,7 +21,7 @@ SINKS: dict[int, Sink] = {}
 """What is called with a location's tensors where Python runs, by the address of its first slab."""
 
 ADD, SCALE, SET, PROJECT = 1, 2, 3, 4
-"""What an entry of the tables does to a row `x`: `x + a`, `x * a`, `a`, `x - f (x @ a) a`."""
+"""What an entry of the tables does to a row `x`: `x + a`, `x * a`, `a`, `x - f (x @ a) b`."""
 
 
 _LIBRARY = torch.library.Library("nnsight", "FRAGMENT")
@@ -49,7 +49,8 @@ def tap(
         entries: `[tensors, rows at most]`, the first entry of each row; 0 for none.
         operands: `[entries, widest]`, float32.
         masks: `[entries, widest]`, the columns that an entry writes.
-        kinds: `[entries, 2]`: what an entry does, and which one comes after it; 0 for none.
+        kinds: `[entries, 3]`: what an entry does, which one comes after it (0 for none), and in
+            which operand a projection's direction lies.
         factors: `[entries]`, float32.
     """
     run = _on_gpu if values[0].is_cuda else _on_cpu
@@ -87,9 +88,9 @@ def _on_cpu(
         for row in entries[index, :rows].nonzero().flatten().tolist():
             entry = int(entries[index, row])
             while entry:
-                kind, after = kinds[entry].tolist()
+                kind, after, along = kinds[entry].tolist()
                 a, x = operands[entry, :width], flat[row].float()
-                new = _written(kind, x, a, factors[entry])
+                new = _written(kind, x, a, factors[entry] * operands[along, :width])
                 flat[row] = torch.where(masks[entry, :width], new.to(flat.dtype), flat[row])
                 entry = after
         mine = slots[:rows] >= 0
@@ -97,7 +98,7 @@ def _on_cpu(
             slab[slots[:rows][mine].long()] = flat[mine]
 
 
-def _written(kind: int, x: Tensor, a: Tensor, factor: Tensor) -> Tensor:
+def _written(kind: int, x: Tensor, a: Tensor, along: Tensor) -> Tensor:
     match kind:
         case 1:
             return x + a
@@ -105,7 +106,7 @@ def _written(kind: int, x: Tensor, a: Tensor, factor: Tensor) -> Tensor:
             return x * a
         case 3:
             return a
-    return x - factor * (x @ a) * a
+    return x - (x @ a) * along
 
 
 def _on_gpu(

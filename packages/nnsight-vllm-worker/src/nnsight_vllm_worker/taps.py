@@ -86,7 +86,7 @@ class Taps:
         self.entries = torch.zeros((count, rows), dtype=torch.int32, device=device)
         self.operands = torch.zeros((ENTRIES, widest), dtype=torch.float32, device=device)
         self.masks = torch.zeros((ENTRIES, widest), dtype=torch.bool, device=device)
-        self.kinds = torch.zeros((ENTRIES, 2), dtype=torch.int32, device=device)
+        self.kinds = torch.zeros((ENTRIES, 3), dtype=torch.int32, device=device)
         self.factors = torch.zeros((ENTRIES,), dtype=torch.float32, device=device)
         self._place: list[tuple[int, int]] = []
         number = 0

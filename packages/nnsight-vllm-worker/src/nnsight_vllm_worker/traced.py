@@ -14,6 +14,7 @@ from nnsight_core.wants import Wants
 from nnsight_core.wire.messages import WarningData
 from nnsight_vllm_worker.pieces import Pieces
 from nnsight_vllm_worker.rows import RowMap
+from nnsight_vllm_worker.tables import Table
 from nnsight_vllm_worker.vllm_ports.ending import Ending
 from nnsight_vllm_worker.written import Written
 
@@ -75,6 +76,7 @@ class Traced:
         rows: the row map of that pass.
         wants: what its block wants of its steps.
         ways: how many steps ran in which way.
+        table: what the taps write for it.
         pieces: what was seen of the prompt, if it runs in pieces.
         written: what its block wrote, to be written again if it is computed anew.
         sent: whether its block has said all that it has to say.
@@ -100,7 +102,13 @@ class Traced:
         self.notes: list[WarningData] = []
         self.blobs: list[str] = []
         self.written: Written
+        self.table: Table | None = None
         self.ending: Ending
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it runs any more; what it wrote may still have to be kept up."""
+        return self.run.dead and not self.run.recorders
 
     def enter(self, part: Part) -> Entry:
         """A forward pass will run a part of this request.

@@ -22,6 +22,7 @@ from nnsight_vllm_worker.requests import Tracing
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.settings import EXTENSION
 from nnsight_vllm_worker.step import Steps
+from nnsight_vllm_worker.tables import Tables
 from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.vllm_ports import forward, loading, scheduling, startup
 from nnsight_vllm_worker.vllm_ports.runner_v1 import RunnerV1
@@ -58,10 +59,15 @@ class WorkerExtension:
             self._nnsight.tracing.forget(key)
 
     def nnsight_counts(self) -> dict[str, int]:
-        """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
+        """What the worker holds: blocks, bytes of outside tensors and of writes, table entries."""
         attached = self._nnsight
         tracing = attached.tracing
-        return {"live": tracing.live, "blob_bytes": attached.store.bytes, "kept": tracing.kept}
+        return {
+            "live": tracing.live,
+            "blob_bytes": attached.store.bytes,
+            "kept": tracing.kept,
+            "entries": tracing.tables.used,
+        }
 
 
 class Loaded:
@@ -132,6 +138,7 @@ class Attached:
         root = _WorkerRoot(watch.places, "", config)
         self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle)
         self.tracing.limit = limit
+        self.tracing.tables = Tables(self.loaded.taps)
         self.tracing.record = self._record_inner
         self._interleaver = interleaver
         taps, compiled = self.loaded.taps, self.loaded.compiled

@@ -98,7 +98,7 @@ class RunnerV1:
 
         def determine_batch(*args: Any, **kwargs: Any) -> Any:
             # Dummy runs, for which nothing is scheduled, ask as well.
-            if self._scheduled and steps.tracing.requests:
+            if self._scheduled and steps.busy:
                 steps.begin(self._batch(self._scheduled))
                 kwargs["force_eager"] = kwargs.get("force_eager", False) or not steps.graphs
             return determine(*args, **kwargs)

@@ -110,7 +110,7 @@ class RunnerV2:
         def dispatch_step(
             num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int
         ) -> Any:
-            if self._scheduled and steps.tracing.requests:
+            if self._scheduled and steps.busy:
                 steps.begin(self._batch(self._scheduled))
                 if not steps.graphs:
                     none = runner.vllm_config.compilation_config.cudagraph_mode.NONE

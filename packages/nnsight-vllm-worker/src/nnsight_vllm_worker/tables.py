@@ -1,0 +1,211 @@
+"""Table writes: affine writes of blocks, done by the taps themselves, inside CUDA graphs.
+
+What a write does (`nnsight_core.lowering`) is kept as an entry of device tables that all taps read.
+Which rows of a pass it applies to is said before the pass, by a map from rows to entries; a pass in
+which nothing has changed since the last one costs no copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nnsight_core.lowering import Affine
+from nnsight_vllm_worker.tap_op import ADD, PROJECT, SCALE, SET
+from nnsight_vllm_worker.taps import Taps
+
+_KINDS = {"add": ADD, "scale": SCALE, "set": SET, "project": PROJECT}
+
+
+class Span(NamedTuple):
+    """Rows of a request's part of a pass that one tensor's entry applies to."""
+
+    tensor: int
+    start: int
+    stop: int
+    entry: int
+
+
+class Written(NamedTuple):
+    """One write: what it does, the tensor it is for and its entry."""
+
+    affine: Affine
+    tensor: int
+    entry: int
+
+
+class Table:
+    """The table writes of one request.
+
+    Args:
+        prompt: how many tokens its prompt has.
+    """
+
+    def __init__(self, tables: Tables, prompt: int) -> None:
+        self.writes: list[Written] = []
+        self.entries: list[int] = []
+        self._tables = tables
+        self._prompt = prompt
+        self._chains: dict[tuple[int, ...], int] = {}
+        self._known: dict[Any, tuple[Span, ...]] = {}
+
+    def spans(self, computed: int, tokens: int) -> tuple[Span, ...]:
+        """What applies to `tokens` tokens from the `computed`-th on, rows counted from there."""
+        if tokens == 1 and computed >= self._prompt:
+            # The one row of a later step: only what is on in it matters.
+            step = computed - self._prompt + 1
+            key: Any = tuple([step in w.affine.steps for w in self.writes])
+        else:
+            key = (computed, tokens)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = tuple(self._spans(computed, tokens))
+        return known
+
+    def _spans(self, computed: int, tokens: int) -> list[Span]:
+        on: dict[tuple[int, int], tuple[int, ...]] = {}
+        for write in self.writes:
+            for row in self._rows(write.affine, computed, tokens):
+                on[write.tensor, row] = (*on.get((write.tensor, row), ()), write.entry)
+        spans: list[Span] = []
+        for (tensor, row), entries in sorted(on.items()):
+            entry = self._chain(entries)
+            last = spans[-1] if spans else None
+            if last and (last.tensor, last.stop, last.entry) == (tensor, row, entry):
+                spans[-1] = last._replace(stop=row + 1)
+            else:
+                spans.append(Span(tensor, row, row + 1, entry))
+        return spans
+
+    def _rows(self, affine: Affine, computed: int, tokens: int) -> list[int]:
+        """The rows of a part of the request that a write is for, each in the step it belongs to."""
+        first = _chosen(affine.rows, self._prompt) if 0 in affine.steps else []
+        later = bool(_chosen(affine.rows, 1))
+        rows = [row - computed for row in first if computed <= row < computed + tokens]
+        for position in range(max(computed, self._prompt), computed + tokens):
+            if later and position - self._prompt + 1 in affine.steps:
+                rows.append(position - computed)
+        return rows
+
+    def _chain(self, entries: tuple[int, ...]) -> int:
+        """The first of several entries for one row, each of which leads to the next."""
+        if len(entries) == 1:
+            return entries[0]
+        if entries not in self._chains:
+            after = self._chain(entries[1:])
+            self._chains[entries] = self._tables.copy(entries[0], after)
+            self.entries.append(self._chains[entries])
+        return self._chains[entries]
+
+
+def _chosen(rows: slice | int, count: int) -> list[int]:
+    if isinstance(rows, slice):
+        return list(range(*rows.indices(count)))
+    row = rows + count if rows < 0 else rows
+    return [row] if 0 <= row < count else []
+
+
+class Full(Exception):
+    """The tables have no room for a request's writes."""
+
+
+class Tables:
+    """The tables of one engine, and who has entries in them."""
+
+    def __init__(self, taps: Taps) -> None:
+        self._taps = taps
+        self._free = list(range(taps.kinds.shape[0] - 1, 0, -1))
+        self._placed: list[tuple[int, tuple[Span, ...]]] = []
+
+    @property
+    def used(self) -> int:
+        """How many entries are in use."""
+        return self._taps.kinds.shape[0] - 1 - len(self._free)
+
+    @property
+    def placed(self) -> bool:
+        """Whether the map names rows, so that it must be looked at before a pass."""
+        return bool(self._placed)
+
+    def install(self, writes: tuple[Affine, ...], prompt: int) -> Table:
+        """Take a request's writes.
+
+        Raises:
+            Full: there is no room.
+        """
+        table = Table(self, prompt)
+        try:
+            for affine in writes:
+                tap = self._taps.taps[self._taps.named[f"{affine.path}.output"]]
+                entry = self._entry(table)
+                along = self._entry(table) if affine.kind == "project" else 0
+                self._fill(entry, along, affine, tap.slabs[affine.index].shape[1])
+                table.writes.append(Written(affine, tap.first + affine.index, entry))
+        except Full:
+            self.release(table)
+            raise
+        return table
+
+    def release(self, table: Table) -> None:
+        """Let a request's writes go."""
+        self._free += table.entries
+        table.entries = []
+
+    def copy(self, entry: int, after: int) -> int:
+        """An entry like another one, which leads to `after`."""
+        if not self._free:
+            raise Full
+        new, taps = self._free.pop(), self._taps
+        for tensor in (taps.operands, taps.masks, taps.kinds, taps.factors):
+            tensor[new].copy_(tensor[entry])
+        taps.kinds[new, 1] = after
+        return new
+
+    def place(self, seats: list[tuple[int, tuple[Span, ...]]]) -> None:
+        """Say which rows of the pass that begins have which entries.
+
+        Args:
+            seats: each request's first row in the batch, and its spans.
+        """
+        wanted = [seat for seat in seats if seat[1]]
+        if wanted == self._placed:
+            return
+        every = [*wanted, *self._placed]
+        tensors = sorted({span.tensor for _, spans in every for span in spans})
+        rows = max(first + span.stop for first, spans in every for span in spans)
+        cuda = self._taps.entries.is_cuda
+        host = torch.zeros((len(tensors), rows), dtype=torch.int32, pin_memory=cuda)
+        line = {tensor: number for number, tensor in enumerate(tensors)}
+        for first, spans in wanted:
+            for span in spans:
+                host[line[span.tensor], first + span.start : first + span.stop] = span.entry
+        for tensor, number in line.items():
+            self._taps.entries[tensor, :rows].copy_(host[number], non_blocking=True)
+        self._placed = wanted
+
+    def _entry(self, table: Table) -> int:
+        if not self._free:
+            raise Full
+        table.entries.append(self._free.pop())
+        return table.entries[-1]
+
+    def _fill(self, entry: int, along: int, affine: Affine, width: int) -> None:
+        taps = self._taps
+        columns: Any = affine.columns
+        if isinstance(columns, list):
+            columns = torch.tensor(columns, device=taps.operands.device)
+        taps.masks[entry] = False
+        taps.masks[entry, :width][columns] = True
+        _put(taps.operands[entry], width, columns, affine.operand)
+        if affine.along is not None:
+            _put(taps.operands[along], width, columns, affine.along)
+        about = [_KINDS[affine.kind], 0, along]
+        taps.kinds[entry].copy_(torch.tensor(about, dtype=torch.int32))
+        taps.factors[entry] = affine.factor
+
+
+def _put(row: Tensor, width: int, columns: Any, value: Tensor | float) -> None:
+    row.zero_()
+    row[:width][columns] = value.to(row) if isinstance(value, Tensor) else value

@@ -1,0 +1,200 @@
+"""Table writes: what taps do inside compiled code equals what the block's Python does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.test_ways import PROMPT, STEPS, agree
+
+
+def _vector(seed: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(model: Any, body: Any) -> Any:
+    """What a block draws and saves, and how its steps ran."""
+    with model.trace(**STEPS) as tracer:
+        body(model, tracer)
+    return tracer.saves, [output.outputs[0].token_ids for output in tracer.outputs], tracer.outputs
+
+
+# Blocks for the GPT-2, whose layers give one tensor.
+
+
+def steering(model: Any, tracer: Any) -> None:
+    v = _vector(1, 96)
+    with tracer.invoke(PROMPT):
+        seen = [].save()
+        for _ in tracer.all():
+            model.transformer.h[4].output[:] += 4.0 * v
+            seen.append((model.transformer.h[4].output, model.logits))
+
+
+def scaled_in_the_prompt(model: Any, tracer: Any) -> None:
+    with tracer.invoke(PROMPT):
+        model.transformer.h[2].output *= 0.5
+        seen = model.transformer.h[3].output.save()
+
+
+def head_ablation(model: Any, tracer: Any) -> None:
+    with tracer.invoke(PROMPT):
+        seen = [].save()
+        for _ in tracer.all():
+            model.transformer.h[5].mlp.output[:, 8:16] = 0
+            seen.append(model.transformer.h[5].mlp.output)
+
+
+def last_row(model: Any, tracer: Any) -> None:
+    v = _vector(2, 96)
+    with tracer.invoke(PROMPT):
+        model.transformer.h[6].output[-1] = v
+        seen = model.transformer.h[7].output.save()
+
+
+def projected_out(model: Any, tracer: Any) -> None:
+    d = _vector(3, 96)
+    d = d / d.norm()
+    with tracer.invoke(PROMPT):
+        seen = [].save()
+        for _ in tracer.all():
+            hidden = model.transformer.h[3].output
+            hidden -= (hidden @ d)[:, None] * d
+            seen.append(model.transformer.h[8].output)
+
+
+def some_steps(model: Any, tracer: Any) -> None:
+    v = _vector(4, 96)
+    with tracer.invoke(PROMPT):
+        seen = [].save()
+        for _ in tracer.iter[1:4]:
+            model.transformer.h[4].output[:] -= v
+            seen.append(model.logits)
+
+
+def every_layer(model: Any, tracer: Any) -> None:
+    v = [_vector(layer, 96) for layer in range(12)]
+    with tracer.invoke(PROMPT):
+        seen = [].save()
+        for _ in tracer.all():
+            for i in range(12):
+                model.transformer.h[i].output[:] += v[i]
+            seen.append(model.logits)
+
+
+def two_parts_of_one_row(model: Any, tracer: Any) -> None:
+    with tracer.invoke(PROMPT):
+        seen = [].save()
+        for _ in tracer.all():
+            model.transformer.h[4].output[:, :10] = 0
+            model.transformer.h[4].output[:, 20:30] *= 2.0
+            seen.append(model.transformer.h[4].output)
+
+
+def different_requests(model: Any, tracer: Any) -> None:
+    for number in range(6):
+        v = _vector(10 + number, 96)
+        with tracer.invoke(PROMPT[: 10 + 3 * number]):
+            seen = [].save()
+            for _ in tracer.all():
+                model.transformer.h[number].output[:] += v
+                seen.append(model.transformer.h[11].output)
+    with tracer.invoke("A plain one"):
+        pass
+
+
+WRITES = [
+    steering,
+    scaled_in_the_prompt,
+    head_ablation,
+    last_row,
+    projected_out,
+    some_steps,
+    every_layer,
+    two_parts_of_one_row,
+    different_requests,
+]
+
+
+@pytest.mark.parametrize("body", WRITES, ids=lambda body: body.__name__)
+def test_tables_do_what_python_does(compiled_gpt2: Any, gpt2: Any, near: Any, body: Any) -> None:
+    seen, tokens, outputs = run(compiled_gpt2, body)
+    there, expected, _ = run(gpt2, body)
+    agree(seen, there, near)
+    assert tokens == expected
+    for output in outputs:
+        assert set(output.ways) <= {"tables", "plain", "deferred"}
+    assert outputs[0].ways["tables"] >= 1
+    counts = compiled_gpt2._engine.counts()
+    assert counts["live"] == 0
+    compiled_gpt2.generate(PROMPT, max_tokens=2)  # what is over is known with the next pass
+    assert compiled_gpt2._engine.counts()["entries"] == 0
+
+
+def test_a_write_changes_its_own_request_only(compiled_gpt2: Any) -> None:
+    alone = compiled_gpt2.generate(["The Colosseum is", "Big Ben"], **STEPS)
+    v = 10 * _vector(5, 96)
+    with compiled_gpt2.trace(**STEPS) as tracer:
+        with tracer.invoke("The Colosseum is"):
+            pass
+        with tracer.invoke(PROMPT):
+            for _ in tracer.all():
+                compiled_gpt2.transformer.h[1].output[:] += v
+        with tracer.invoke("Big Ben"):
+            pass
+    mixed = [tracer.outputs[0], tracer.outputs[2]]
+    assert [o.outputs[0].token_ids for o in mixed] == [o.outputs[0].token_ids for o in alone]
+    plain = compiled_gpt2.generate(PROMPT, **STEPS)[0]
+    assert tracer.outputs[1].outputs[0].token_ids != plain.outputs[0].token_ids
+
+
+def test_either_tensor_of_a_pair(compiled_llama: Any, llama: Any, near: Any) -> None:
+    v = _vector(6, 128)
+
+    def body(model: Any, tracer: Any) -> None:
+        for index in (0, 1):
+            with tracer.invoke(PROMPT):
+                seen = [].save()
+                for _ in tracer.all():
+                    model.model.layers[2].output[index][:] += v
+                    seen.append((model.model.layers[2].output, model.logits))
+
+    seen, tokens, outputs = run(compiled_llama, body)
+    there, expected, _ = run(llama, body)
+    agree(seen, there, near)
+    assert tokens == expected
+    assert outputs[0].ways == {"tables": 6}
+
+
+def test_what_is_not_lowered_says_why(compiled_gpt2: Any) -> None:
+    with compiled_gpt2.trace(PROMPT, **STEPS) as tracer:
+        for step in tracer.all():
+            compiled_gpt2.transformer.h[2].output[:] *= 1 + step
+    found = str(compiled_gpt2.explain(tracer))
+    assert "interleaved" in found and "step number" in found
+    with compiled_gpt2.trace(PROMPT, **STEPS) as tracer:
+        for _ in tracer.all():
+            compiled_gpt2.transformer.h[2].output[:] *= 2.0
+    found = str(compiled_gpt2.explain(tracer))
+    assert "transformer.h.2.output is multiplied by 2, at every step" in found
+
+
+def test_more_writes_than_entries_run_interleaved(compiled_gpt2: Any, gpt2: Any, near: Any) -> None:
+    tables = _tables(compiled_gpt2)
+    free, tables._free = tables._free, []
+    try:
+        seen, tokens, outputs = run(compiled_gpt2, steering)
+    finally:
+        tables._free = free
+    there, expected, _ = run(gpt2, steering)
+    agree(seen, there, near)
+    assert tokens == expected
+    assert outputs[0].ways == {"interleaved": 6}
+
+
+def _tables(model: Any) -> Any:
+    core = model.llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker._nnsight.tracing.tables
