@@ -10,7 +10,7 @@ from bench.results import Result
 
 
 def main() -> None:
-    """Run the workloads that are named, or all."""
+    """Run the workloads that are named, or all that need no GPU."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument(
         "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}"
@@ -19,7 +19,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if unknown := set(chosen.workloads) - set(WORKLOADS):
         parser.error(f"unknown: {', '.join(sorted(unknown))} (choose from {', '.join(WORKLOADS)})")
-    for name in chosen.workloads or WORKLOADS:
+    here = [name for name in WORKLOADS if "gpu" not in name]
+    for name in chosen.workloads or here:
         workload = importlib.import_module(f"bench.workloads.{name}")
         result = Result.of(name, workload.measure())
         result.write()

@@ -52,4 +52,5 @@ class Result:
             for packages in self.measured.versions.values()
             for package, version in packages.items()
         }
-        return f"{cpu}, {cores} cores; {', '.join(sorted(versions))}; {self.date}."
+        where = f"{gpu}, {cpu}" if (gpu := self.machine.get("gpu")) else cpu
+        return f"{where}, {cores} cores; {', '.join(sorted(versions))}; {self.date}."

@@ -57,15 +57,25 @@ class Measured:
 
 
 def take_turns(
-    engines: Mapping[str, Engine], turns: Sequence[Turn], rounds: int, pause: float = 0.0
+    engines: Mapping[str, Engine],
+    turns: Sequence[Turn],
+    rounds: int,
+    pause: float = 0.0,
+    at_once: bool = False,
 ) -> Measured:
     """Ask every engine for every case, round after round; a first round is not counted.
 
     Args:
+        at_once: start the engines beside each other; none is asked before all are there.
         pause: seconds to wait before each turn, in which an engine's idle threads go to sleep.
     """
     with ExitStack() as stack:
-        running = {name: stack.enter_context(_Process(e)) for name, e in engines.items()}
+        running = {}
+        for name, engine in engines.items():
+            running[name] = stack.enter_context(_Process(engine))
+            if not at_once:
+                running[name].wait()
+        versions = {name: process.wait() for name, process in running.items()}
         seconds: dict[str, dict[str, list[float]]] = {
             turn.case: {engine: [] for engine in turn.engines} for turn in turns
         }
@@ -77,7 +87,7 @@ def take_turns(
                     took = running[engine].ask((turn.case, turn.calls))
                     if number:
                         seconds[turn.case][engine].append(took)
-        return Measured({name: process.versions for name, process in running.items()}, seconds)
+        return Measured(versions, seconds)
 
 
 class _Process:
@@ -95,11 +105,13 @@ class _Process:
             stderr=self._said,
             text=True,
         )
-        try:
-            self.versions: dict[str, str] = self._answer()
-        except BaseException:
-            self._end()
-            raise
+        self._versions: dict[str, str] | None = None
+
+    def wait(self) -> dict[str, str]:
+        """Wait until it has started; gives the versions of its packages."""
+        if self._versions is None:
+            self._versions = self._answer()
+        return self._versions
 
     def ask(self, question: Any) -> Any:
         assert self._process.stdin is not None

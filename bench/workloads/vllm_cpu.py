@@ -40,14 +40,14 @@ ONE, EVERY = ", one read", ", every layer read"
 CALLS = (1, 2, 20)
 
 
-def model_path() -> str:
-    """The tiny GPT-2 of the tests: 12 layers, 96 wide."""
+def model_path(name: str = "gpt2") -> str:
+    """A model of the tests, such as the tiny GPT-2: 12 layers, 96 wide."""
     spec = importlib.util.spec_from_file_location("prepare", ROOT / "scripts/prepare_models.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["prepare"] = module
     spec.loader.exec_module(module)
-    return str(module.prepare("gpt2"))
+    return str(module.prepare(name))
 
 
 def measure() -> Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -244,3 +245,12 @@ def test_explain(compiled_gpt2: Any, gpt2: Any) -> None:
     assert str(found).startswith("step 0: eager") and "later steps: deferred" in str(found)
     assert tracer.result.ways == {"eager": 1, "deferred": 5}
     assert "compiles nothing" in str(gpt2.explain(tracer))
+
+
+def test_the_runner_is_the_one_that_vllm_chooses(compiled_gpt2: Any) -> None:
+    core = compiled_gpt2.llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    expected = "RunnerV2" if worker.vllm_config.use_v2_model_runner else "RunnerV1"
+    assert type(worker._nnsight_loaded.port).__name__ == expected
+    if torch.cuda.is_available() and "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:
+        assert expected == "RunnerV2"

@@ -1,0 +1,120 @@
+"""Our `VLLM` on a GPU, with its default taps or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+
+from bench.workloads.vllm_gpu import (
+    ARGUMENTS,
+    BLOCKS,
+    FIRST,
+    GENERATE,
+    GRAPHS,
+    NEW,
+    SAMPLING,
+    prompts,
+    shape,
+)
+from nnsight_vllm_worker import VLLM
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    taps = "resid" if os.environ.get("BENCH_TAPS", "resid") else ()
+    model = VLLM(shape(), dispatch=True, compilation_config=GRAPHS, taps=taps, **ARGUMENTS)
+    layers = model.model.layers
+    vector = 0.1 * torch.randn(4096, dtype=torch.bfloat16)
+
+    def generate(count: int, tokens: int = NEW, length: int = 512) -> Any:
+        given = [{"prompt_token_ids": ids} for ids in prompts(count, length)]
+        params = SamplingParams(max_tokens=tokens, **SAMPLING)
+        return model.llm.generate(given, params, use_tqdm=False)
+
+    def traced(block: Callable[[Any], Any]) -> Callable[[int], Any]:
+        def run(count: int, tokens: int = NEW) -> Any:
+            with model.trace(max_tokens=tokens, **SAMPLING) as tracer:
+                for ids in prompts(count):
+                    block(tracer.invoke(ids))
+            return tracer.saves
+
+        return run
+
+    @traced
+    def one_read(invoke: Any) -> Any:
+        with invoke as tracer:
+            seen = [].save()
+            for _ in tracer.all():
+                seen.append(layers[16].output[0][-1])
+
+    @traced
+    def every_read(invoke: Any) -> Any:
+        with invoke as tracer:
+            seen = [].save()
+            for _ in tracer.all():
+                seen.append([layer.output[0][-1] for layer in layers])
+
+    @traced
+    def steering(invoke: Any) -> Any:
+        with invoke as tracer:
+            for _ in tracer.all():
+                layers[16].output[0][:] += vector
+
+    @traced
+    def ablation(invoke: Any) -> Any:
+        with invoke as tracer:
+            for _ in tracer.all():
+                layers[16].output[0][:, 128:256] = 0
+
+    @traced
+    def free_write(invoke: Any) -> Any:
+        with invoke as tracer:
+            for _ in tracer.all():
+                hidden = layers[16].output[0]
+                hidden[:] = hidden + hidden.mean(-1, keepdim=True)
+
+    @traced
+    def lens(invoke: Any) -> Any:
+        with invoke as tracer:
+            seen = [].save()
+            for _ in tracer.all():
+                hidden, residual = layers[20].output
+                normed = model.model.norm((hidden + residual)[-1:])
+                seen.append(model.logits_processor(model.lm_head, normed).argmax(-1))
+
+    @traced
+    def prompt_read(invoke: Any) -> Any:
+        with invoke:
+            seen = layers[16].output.save()  # noqa: F841 - comes home
+
+    def beside() -> Any:
+        with model.trace(max_tokens=NEW, **SAMPLING) as tracer:
+            for number, ids in enumerate(prompts(32)):
+                with tracer.invoke(ids):
+                    pass
+                if number == 0:
+                    with tracer.invoke(ids):
+                        seen = layers[16].mlp.output.save()  # noqa: F841 - comes home
+        return tracer.saves
+
+    blocks = dict(
+        zip(
+            ("one layer read", "every layer read", "steering", "heads ablated", "free write"),
+            (one_read, every_read, steering, ablation, free_write),
+            strict=True,
+        )
+    )
+    found = {case: partial(generate, int(case.split()[-1])) for case in GENERATE}
+    found[FIRST[0]] = partial(generate, 1, 1)
+    found[FIRST[1]] = partial(generate, 1, 1, 8000)
+    for case in BLOCKS:
+        what, _, size = case.rpartition(" × ")
+        found[case] = partial(blocks[what], int(size))
+    found["logit lens × 1"], found["logit lens × 8"] = partial(lens, 1), partial(lens, 8)
+    found["31 plain beside an eager step"] = beside
+    found["read, first token"] = partial(prompt_read, 1, 1)
+    return found
