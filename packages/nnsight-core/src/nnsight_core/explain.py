@@ -23,6 +23,9 @@ _MEANS = {
 }
 
 
+_WRITES = "taps write in it, and what is left of the block looks at copies"
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """How the steps of one invoke run.
@@ -51,7 +54,9 @@ class Explanation:
         return self.wants.at(1) if self.wants else NOTHING
 
     def __str__(self) -> str:
-        lines = [f"step 0: {_line(self.first)}", f"later steps: {_line(self.later)}"]
+        later = self.wants is not None and self.wants.loops
+        lines = [f"step 0: {_line(self.first, bool(self.writes))}"]
+        lines += [f"later steps: {_line(self.later, later and bool(self.writes))}"]
         lines += [f"written by taps: {write}" for write in self.writes]
         lines += [f"not written by taps: {reason}" for reason in self.reasons]
         return "\n".join(lines)
@@ -104,6 +109,8 @@ def refuse_untapped(texts: Sequence[Read | None], tree: ModelTree) -> None:
                 )
 
 
-def _line(want: Want) -> str:
+def _line(want: Want, written: bool) -> str:
+    if written and want.way is Way.DEFERRED:
+        return f"tables: vLLM's own step; {_WRITES}"
     why = f" (because {want.why})" if want.why else ""
     return f"{want.way.name.lower()}: {_MEANS[want.way]}{why}"

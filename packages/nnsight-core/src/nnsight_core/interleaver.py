@@ -7,7 +7,7 @@ are no threads and no locks: a run's code executes inside the call that reports 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nnsight_core.checks import check_order, check_replacement, unseen_write
@@ -60,7 +60,7 @@ class Interleaver:
         self.observers: dict[Location, list[Observer]] = {}
         self.phase = Phase.OVER
         self.reachable: Collection[Location] | None = None
-        self.values: dict[Location, Any] | None = None
+        self.values: Mapping[Location, Any] | None = None
         self._numbers: dict[Location, int] = {}
 
     # -- a step, in the order of its calls -------------------------------------------------------
@@ -82,7 +82,7 @@ class Interleaver:
         self._look()
 
     def show(
-        self, runs: list[Run], observers: Iterable[Observed], values: dict[Location, Any]
+        self, runs: list[Run], observers: Iterable[Observed], values: Mapping[Location, Any]
     ) -> None:
         """Let runs look at a pass that is over, each from its beginning to its end.
 

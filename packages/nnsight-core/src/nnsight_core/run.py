@@ -86,6 +86,7 @@ class Run:
         key: what the backend knows the request by.
         step: which step of the request is running, 0 being its prefill.
         over: whether the request makes no further step.
+        known: up to which step there is nothing to wait for, since the block looks at none of them.
         started: whether the block has begun.
         dead: whether the block has ended.
         asked: whether the block has asked for a location or a step.
@@ -106,6 +107,7 @@ class Run:
         self.key = key
         self.step = 0
         self.over = False
+        self.known = -1
         self.started = False
         self.dead = False
         self.asked = False
@@ -254,7 +256,9 @@ class Run:
                 f"Step {step} was asked for too late: the request is past it, in step {self.step}. "
                 "Loops over steps follow each other in ascending order."
             )
-        if step > self.step and not self.over:
+        if self.step < step <= self.known:
+            self.step = step
+        elif step > self.step and not self.over:
             self._until = step
             self._park(STEP)
         self.asked = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from nnsight_core.interleaver import Interleaver, Observed
 from nnsight_core.locations import Location
+from nnsight_core.values import flat
 from nnsight_core.wants import Way
 from nnsight_vllm_worker.tables import Span
-from nnsight_vllm_worker.taps import Taps
+from nnsight_vllm_worker.taps import Kept, Taps
 from nnsight_vllm_worker.traced import Entry
 
 
@@ -40,6 +41,12 @@ class Seat:
     spans: tuple[Span, ...] = ()
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing has to be known of the pass for it."""
+        traced = self.entry.traced
+        return traced.idle or traced.skips(self.entry)
+
+    @property
     def last(self) -> bool:
         """Whether its request surely ends with this pass."""
         return self.entry.draws and self.entry.traced.ending.last(self.entry.step)
@@ -60,16 +67,19 @@ class Copies:
     def __init__(self, taps: Taps, seats: list[Seat], spans: list[tuple[int, int]], first: int):
         self.seats = seats
         self.spans = spans
-        self.values: dict[Location, Any] = {}
+        self.values: Mapping[Location, Any] = {}
         self.rows = sum(stop - start for start, stop in spans)
         wanted = {at for seat in seats for at in seat.taps}
-        self.wanted = [at for at in taps.taps if at in wanted]
+        self.wanted = tuple(at for at in taps.taps if at in wanted)
+        self._heard: dict[Location, Any] = {}
         self._taps = taps
         self._first = first
 
     def take(self) -> None:
         """Copy what lies in the slots."""
-        if self.wanted and not self.values:
+        if self._heard:
+            self.values = self._heard
+        elif self.wanted:
             self.values = self._taps.copies(self.wanted, self._first, self.rows)
 
     def listen(self) -> None:
@@ -78,7 +88,13 @@ class Copies:
 
     def _hear(self, at: Location, tensors: list[Tensor]) -> None:
         cut = [torch.cat([t[start:stop] for start, stop in self.spans]) for t in tensors]
-        self.values[at] = self._taps.value(at, cut)
+        self._heard[at] = self._taps.value(at, cut)
+
+    def tensors(self) -> list[Tensor]:
+        """The memory of the copies."""
+        if isinstance(self.values, Kept):
+            return list(self.values.copies.values())
+        return flat(list(self.values.values()))
 
     def visit(self, interleaver: Interleaver) -> None:
         """Bring the copies to the runs that wait for them, as a forward pass would."""

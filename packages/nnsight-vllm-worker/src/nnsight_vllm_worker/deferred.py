@@ -11,15 +11,16 @@ to the process, so that a thread of their own would let it leak into the engine'
 
 from __future__ import annotations
 
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nnsight_core.interleaver import Interleaver, Observed
-from nnsight_core.locations import LOGITS, SAMPLES
+from nnsight_core.locations import LOGITS, SAMPLES, Location
 from nnsight_core.run import Run
 from nnsight_core.values import flat
 from nnsight_core.wants import Way
@@ -91,21 +92,36 @@ class Deferred:
         seats = [seat for seat in seen.copies.seats if not seat.entry.traced.run.over]
         for seat in seats:
             seat.entry.take(self.rows)
-        values = dict(seen.copies.values)
-        if seen.logits is not None:
-            values[LOGITS] = seen.logits
-        values[SAMPLES] = seen.samples
+        own: dict[Location, Any] = {} if seen.logits is None else {LOGITS: seen.logits}
+        own[SAMPLES] = seen.samples
+        # In forward order: `ChainMap` begins with its last map.
+        values = ChainMap(own, seen.copies.values)  # type: ignore[arg-type]
         interleaver.show(*parts_of(seats, Way.DEFERRED), values)
 
     def _draw(self, seen: Pass) -> None:
         """Judge by the drawn tokens which requests have ended."""
         for seat, token in zip(seen.copies.seats, seen.tokens(), strict=True):
             traced = seat.entry.traced
-            if seat.entry.draws and not traced.run.over:
-                traced.made += 1
-                if traced.ending.over(token):
-                    self.interleaver.finish(traced.run)
-                    self._tracing.over(traced)
+            if not seat.entry.draws or traced.run.over:
+                continue
+            blind = traced.alone and traced.ending.blind
+            traced.made = seat.entry.step + 1
+            if traced.ending.last(seat.entry.step) if blind else traced.ending.over(token):
+                if traced.alone:
+                    self.catch_up(traced)
+                self.interleaver.finish(traced.run)
+                self._tracing.over(traced)
+
+    def catch_up(self, traced: Traced) -> None:
+        """Run a block for all of its request's steps, none of which it looks at."""
+        run = traced.run
+        assert traced.table is not None
+        written = [
+            any(step in w.affine.steps for w in traced.table.writes) for step in range(traced.made)
+        ]
+        traced.ways.update(tables=sum(written), plain=len(written) - sum(written))
+        run.step, run.known = 0, traced.made - 1
+        self.interleaver.show([run], (), {})
 
     @contextmanager
     def _beside(self, seen: Pass) -> Iterator[None]:
@@ -114,7 +130,7 @@ class Deferred:
             yield
             return
         self._stream.wait_event(seen.done)
-        for tensor in flat([*seen.copies.values.values(), seen.logits, seen.samples]):
+        for tensor in flat([*seen.copies.tensors(), seen.logits, seen.samples]):
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
@@ -125,7 +141,7 @@ def parts_of(seats: list[Seat], way: Way) -> tuple[list[Run], list[Observed]]:
     runs = []
     for seat in seats:
         traced = seat.entry.traced
-        if seat.entry.draws:
+        if seat.entry.draws and not traced.alone:
             takes_part = traced.run.ready() or bool(traced.run.recorders)
             way_taken = "tables" if seat.spans else way.name.lower() if takes_part else "plain"
             traced.ways[way_taken] += 1

@@ -268,6 +268,7 @@ class Tracing:
         except Full:
             return None
         traced.wants = wants_of(effects_of(found.rest, run.scope, self._tree), self._tree)
+        traced.alone = found.alone
         rest = Run(found.rest, run.scope, traced)
         rest.saves.shared, rest.limit, rest.reader = run.saves.shared, run.limit, True
         return rest

@@ -97,7 +97,7 @@ class Steps:
         seats = [seat for row, part in enumerate(batch) if (seat := self._enter(row, part))]
         self._final = len(seats) == len(batch) and all(s.last for s in seats)
         self._place_writes(batch, seats)
-        seats = [seat for seat in seats if seat.observed or not seat.entry.traced.idle]
+        seats = [seat for seat in seats if seat.observed or not seat.idle]
         self.way = max([self._way(seat) for seat in seats], default=Way.PLAIN)
         if self.way >= Way.INTERLEAVED:
             self._run_within(batch, seats)
@@ -273,6 +273,9 @@ class Steps:
     def finish(self, traced: Traced, output: Any) -> None:
         """A request has finished: its block makes of that what it can, and is over."""
         run = traced.run
+        if traced.alone and not run.started:
+            traced.made = len(output.outputs[0].token_ids)
+            self.deferred.catch_up(traced)
         if not run.started:
             self.tracing.fail(traced, EngineError("The request finished before its first step."))
         interleaver = run.interleaver or self.interleaver

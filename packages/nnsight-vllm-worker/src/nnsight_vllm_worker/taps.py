@@ -8,8 +8,10 @@ where the operation's own Python runs, in a pass without graphs.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +34,17 @@ ENTRIES = 1024
 _WIDEST = 65536
 
 
+Kind = tuple[str, int]
+"""Dtype and width of a tensor."""
+
+
 class Tap(NamedTuple):
     """One tap.
 
     Attributes:
         keys: how each tensor is reached in the location's value.
         slabs: for each tensor, `[slots, width]`.
+        places: for each, the kind of memory in which its slab lies, and the line of it.
         first: its row in the engine's table of entries.
         form: how the value is built, with a `Slot` for each tensor.
     """
@@ -46,6 +53,7 @@ class Tap(NamedTuple):
     keys: tuple[tuple[Any, ...], ...]
     infos: tuple[TensorInfo, ...]
     slabs: list[Tensor]
+    places: tuple[tuple[Kind, int], ...]
     first: int
     form: Any
 
@@ -83,6 +91,15 @@ class Taps:
         count = sum(len(record.seen[at]) for at in chosen)
         widest = max((_width(i) for at in chosen for i in record.seen[at]), default=1)
         self._map = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        counts = Counter(_kind(info) for at in chosen for info in record.seen[at])
+        self._memory = {
+            (dtype, width): torch.zeros(
+                (of_kind, self.slots, width), dtype=getattr(torch, dtype), device=device
+            )
+            for (dtype, width), of_kind in counts.items()
+        }
+        self._lines: dict[tuple[Location, ...], dict[Kind, tuple[list[int], Tensor]]] = {}
+        lines = {kind: itertools.count() for kind in counts}
         self.entries = torch.zeros((count, rows), dtype=torch.int32, device=device)
         self.operands = torch.zeros((ENTRIES, widest), dtype=torch.float32, device=device)
         self.masks = torch.zeros((ENTRIES, widest), dtype=torch.bool, device=device)
@@ -92,18 +109,16 @@ class Taps:
         number = 0
         for at in chosen:
             infos = record.seen[at]
-            # Memory of its own for each: of views of one piece, PyTorch's compiler makes copies.
-            slabs = [
-                torch.zeros(self.slots, _width(info), dtype=_dtype(info), device=device)
-                for info in infos
-            ]
+            places = tuple((_kind(info), next(lines[_kind(info)])) for info in infos)
+            # To PyTorch each is a tensor of its own: of views its compiler would make copies.
+            slabs = [torch.from_dlpack(self._memory[kind][line]) for kind, line in places]
             keys = tuple(_keys(record.forms[at], index) for index in range(len(infos)))
-            self.taps[at] = Tap(at, keys, infos, slabs, number, record.forms[at])
+            self.taps[at] = Tap(at, keys, infos, slabs, places, number, record.forms[at])
             number += len(infos)
         self.bytes = sum(
             t.numel() * t.element_size()
             for t in (
-                *(slab for tap in self.taps.values() for slab in tap.slabs),
+                *self._memory.values(),
                 *(self._map, self.entries, self.operands, self.masks, self.kinds, self.factors),
             )
         )
@@ -137,6 +152,7 @@ class Taps:
             for at, tap in self.taps.items()
         ]
         self.taps = {tap.location: tap for tap in bound}
+        self._lines.clear()
         self.named = {str(at): at for at in self.taps}
 
     def around(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,21 +199,28 @@ class Taps:
         self._map[:rows].copy_(slots, non_blocking=True)
         self._place = spans
 
-    def copies(self, wanted: list[Location], first: int, rows: int) -> dict[Location, Any]:
+    def copies(self, wanted: tuple[Location, ...], first: int, rows: int) -> Kept:
         """The values of taps, with the rows in `rows` slots from `first` on, as copies."""
-        asked: dict[Any, list[tuple[Location, int, Tensor]]] = {}
+        lines = self._lines.get(wanted)
+        if lines is None:
+            lines = self._lines[wanted] = self._lines_of(wanted)
+        copies = {}
+        for kind, (chosen, index) in lines.items():
+            memory = self._memory[kind][:, first : first + rows]
+            if chosen == list(range(chosen[0], chosen[0] + len(chosen))):
+                copies[kind] = memory[chosen[0] : chosen[0] + len(chosen)].clone()
+            else:
+                copies[kind] = memory.index_select(0, index)
+        return Kept(self, wanted, copies, {kind: chosen for kind, (chosen, _) in lines.items()})
+
+    def _lines_of(self, wanted: tuple[Location, ...]) -> dict[Kind, tuple[list[int], Tensor]]:
+        found: dict[Kind, list[int]] = {}
         for at in wanted:
-            tap = self.taps[at]
-            for index, (info, slab) in enumerate(zip(tap.infos, tap.slabs, strict=True)):
-                asked.setdefault(_kind(info), []).append((at, index, slab))
-        made: dict[tuple[Location, int], Tensor] = {}
-        for slabs in asked.values():
-            every = torch.stack([slab[first : first + rows] for _, _, slab in slabs])
-            for (at, index, _), copy in zip(slabs, every.unbind(0), strict=True):
-                made[at, index] = copy
+            for kind, line in self.taps[at].places:
+                found.setdefault(kind, []).append(line)
         return {
-            at: self.value(at, [made[at, i] for i in range(len(self.taps[at].infos))])
-            for at in wanted
+            kind: (chosen, torch.tensor(chosen, device=self.device))
+            for kind, chosen in found.items()
         }
 
     def value(self, at: Location, tensors: list[Tensor]) -> Any:
@@ -226,7 +249,7 @@ class Taps:
             SINKS.pop(tap.slabs[0].data_ptr(), None)
 
 
-def _kind(info: TensorInfo) -> tuple[str, int]:
+def _kind(info: TensorInfo) -> Kind:
     return info.dtype, _width(info)
 
 
@@ -236,6 +259,36 @@ def _inner(info: TensorInfo) -> list[int]:
 
 def _width(info: TensorInfo) -> int:
     return math.prod(_inner(info))
+
+
+class Kept(Mapping[Location, Any]):
+    """Copies of what some taps hold; a value is put together when it is asked for."""
+
+    def __init__(
+        self,
+        taps: Taps,
+        wanted: tuple[Location, ...],
+        copies: dict[Kind, Tensor],
+        lines: dict[Kind, list[int]],
+    ) -> None:
+        self.copies = copies
+        self._taps = taps
+        self._wanted = wanted
+        self._lines = lines
+
+    def __getitem__(self, at: Location) -> Any:
+        places = self._taps.taps[at].places
+        tensors = [self.copies[kind][self._lines[kind].index(line)] for kind, line in places]
+        return self._taps.value(at, tensors)
+
+    def __iter__(self) -> Iterator[Location]:
+        return iter(self._wanted)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def __contains__(self, at: object) -> bool:
+        return at in self._wanted
 
 
 def _dtype(info: TensorInfo) -> torch.dtype:

@@ -77,6 +77,7 @@ class Traced:
         wants: what its block wants of its steps.
         ways: how many steps ran in which way.
         table: what the taps write for it.
+        alone: whether they do all that its block does; it is run when the request is over.
         pieces: what was seen of the prompt, if it runs in pieces.
         written: what its block wrote, to be written again if it is computed anew.
         sent: whether its block has said all that it has to say.
@@ -103,12 +104,17 @@ class Traced:
         self.blobs: list[str] = []
         self.written: Written
         self.table: Table | None = None
+        self.alone = False
         self.ending: Ending
 
     @property
     def idle(self) -> bool:
         """Whether nothing of it runs any more; what it wrote may still have to be kept up."""
         return self.run.dead and not self.run.recorders
+
+    def skips(self, entry: Entry) -> bool:
+        """Whether nothing has to be known of a pass."""
+        return self.alone and self.ending.blind and not self.ending.last(entry.step)
 
     def enter(self, part: Part) -> Entry:
         """A forward pass will run a part of this request.

@@ -54,7 +54,9 @@ class Ending:
 
     def last(self, step: int) -> bool:
         """Whether the request ends with this step, whatever it draws."""
-        return step + 1 >= self._request.max_tokens
+        made = step + 1
+        longest = self._longest - self._request.num_prompt_tokens
+        return made >= min(self._request.max_tokens, longest)
 
     @property
     def blind(self) -> bool:
