@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,7 @@ def take_turns(
                 for engine in turn.engines if number % 2 else reversed(turn.engines):
                     time.sleep(pause)
                     took = running[engine].ask((turn.case, turn.calls))
+                    print(f"{number} {turn.case}, {engine}: {took:.4f} s", file=sys.stderr)
                     if number:
                         seconds[turn.case][engine].append(took)
         return Measured(versions, seconds)

@@ -47,7 +47,8 @@ ARGUMENTS: dict[str, Any] = {
     "max_num_seqs": 128,
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
-    "kv_cache_memory_bytes": 12 << 30,
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 8 << 30,
     "seed": 0,
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}

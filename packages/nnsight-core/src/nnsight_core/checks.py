@@ -49,6 +49,14 @@ def check_replacement(location: Location, old: Any, new: Any) -> None:
             )
 
 
+def unseen_write(location: Location) -> WriteError:
+    """The error for a write of a block whose text does not show that it writes."""
+    return WriteError(
+        f"{location} was written by a block whose text looked as if it changed nothing. "
+        "Write where it can be seen: by assignment, by a slice, by an in-place method."
+    )
+
+
 def _built(part: tuple[str, Any]) -> tuple[str, bool]:
     path, leaf = part
     return path, isinstance(leaf, Tensor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nnsight_core.checks import check_order, check_replacement
+from nnsight_core.checks import check_order, check_replacement, unseen_write
 from nnsight_core.errors import LocationError, NotATapError, WriteError
 from nnsight_core.locations import STEP, Location, Phase
 from nnsight_core.run import Run
@@ -45,6 +45,8 @@ class Interleaver:
         phase: how far the step has come.
         on_end: called with each run that has ended.
         reachable: the locations that this forward pass can reach; None for every one.
+        values: what each location of the pass holds, in forward order, if the pass is over and
+            nothing can be changed in it any more. Runs then need not wait for anything.
     """
 
     def __init__(self, rows: Rows, on_end: Callable[[Run], None]) -> None:
@@ -58,6 +60,8 @@ class Interleaver:
         self.observers: dict[Location, list[Observer]] = {}
         self.phase = Phase.OVER
         self.reachable: Collection[Location] | None = None
+        self.values: dict[Location, Any] | None = None
+        self._numbers: dict[Location, int] = {}
 
     # -- a step, in the order of its calls -------------------------------------------------------
 
@@ -76,6 +80,52 @@ class Interleaver:
             if run.ready():
                 self._go_on(run)
         self._look()
+
+    def show(
+        self, runs: list[Run], observers: Iterable[Observed], values: dict[Location, Any]
+    ) -> None:
+        """Let runs look at a pass that is over, each from its beginning to its end.
+
+        Args:
+            values: what each location holds, in forward order.
+        """
+        self.values = values
+        self.reachable = values.keys()
+        self._numbers = {location: number for number, location in enumerate(values)}
+        for run in runs:
+            run.visit = None
+        self.begin(runs, observers)
+        for run in runs:
+            try:
+                self._look_away(run)
+            except WriteError as error:
+                self._fail(run, error)
+        for location in self.observers:
+            for observer in self.observers[location] if location in values else ():
+                observer.see(location, values[location])
+        self.advance(Phase.RESULT)
+
+    def look(self, run: Run, location: Location) -> Any:
+        """What a location holds, in a pass that is over."""
+        assert self.values is not None
+        if run.visit is not None and self._numbers[location] < self._numbers[run.visit.location]:
+            check_order(run, location, True)
+        self._look_away(run)
+        run.visit = visit = Visit(self.rows, run, location, self.values[location])
+        run.open, run.value = location, visit.value
+        return visit.value
+
+    def _look_away(self, run: Run) -> None:
+        """A run has seen what it looked at, and has left it as it was."""
+        visit = run.visit
+        if visit is None or run.open is None:
+            return
+        try:
+            changed = visit.written(run.value)
+        finally:
+            run.close()
+        if changed:
+            raise unseen_write(visit.location)
 
     def observe(self, observers: Iterable[Observed]) -> None:
         """Let observers look on for the rest of this forward pass."""
@@ -201,10 +251,7 @@ class Interleaver:
 
     def _may_write(self, run: Run, location: Location) -> None:
         if run.reader and location.phase == Phase.FORWARD:
-            raise WriteError(
-                f"{location} was written by a block whose text looked as if it changed nothing. "
-                "Write where it can be seen: by assignment, by a slice, by an in-place method."
-            )
+            raise unseen_write(location)
 
     def _go_on(self, run: Run, error: BaseException | None = None) -> None:
         with outside_inference():

@@ -21,6 +21,7 @@ class Past:
     def __init__(self, filename: str) -> None:
         self._filename = filename
         self._over: list[tuple[weakref.ref[Tensor], int, Location, int]] = []
+        self._forget_from = _FORGET_FROM
         self._lent: list[tuple[Tensor, int, str]] = []
 
     def close(self, location: Location, value: Any, line: int) -> None:
@@ -58,8 +59,10 @@ class Past:
                     f"{name} is a tensor of the model, which every request shares: a block cannot "
                     "write it. Use a clone for the block's own use."
                 )
-        if len(self._over) > _FORGET_FROM:
+        if len(self._over) > self._forget_from:
             self._over = [entry for entry in self._over if entry[0]() is not None]
+            # Where all of them are kept, they are not gone through again for every new one.
+            self._forget_from = max(_FORGET_FROM, 2 * len(self._over))
         return None
 
     def clear(self) -> None:

@@ -39,6 +39,7 @@ from nnsight_core.watchdog import WATCHDOG
 if TYPE_CHECKING:
     from nnsight_core.cache import Recorder
     from nnsight_core.interleaver import Interleaver
+    from nnsight_core.visit import Visit
 
 
 class Stopped(BaseException):
@@ -116,6 +117,7 @@ class Run:
         self.reader = False
         self.limit: float | None = None
         self.open: Location | None = None
+        self.visit: Visit | None = None
         self.value: Any = None
         self.skipped: list[str] = []
         self.interleaver: Interleaver | None = None
@@ -237,8 +239,11 @@ class Run:
             return self.value
         self._check_past()
         self._line = self.line()
-        assert self.interleaver is not None
-        self.interleaver.check(self, location)
+        interleaver = self.interleaver
+        assert interleaver is not None
+        interleaver.check(self, location)
+        if interleaver.values is not None and location in interleaver.values:
+            return interleaver.look(self, location)
         return self._park(location)
 
     def reach(self, step: int) -> bool:

@@ -39,6 +39,11 @@ class Seat:
     way: Way = Way.PLAIN
     spans: tuple[Span, ...] = ()
 
+    @property
+    def last(self) -> bool:
+        """Whether its request surely ends with this pass."""
+        return self.entry.draws and self.entry.traced.ending.last(self.entry.step)
+
 
 class Copies:
     """What is kept of one pass for some of its requests, one after the other.

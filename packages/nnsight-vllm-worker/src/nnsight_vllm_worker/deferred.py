@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nnsight_core.interleaver import Interleaver, Observed
-from nnsight_core.locations import LOGITS, SAMPLES, Phase
+from nnsight_core.locations import LOGITS, SAMPLES
 from nnsight_core.run import Run
 from nnsight_core.values import flat
 from nnsight_core.wants import Way
@@ -91,16 +91,11 @@ class Deferred:
         seats = [seat for seat in seen.copies.seats if not seat.entry.traced.run.over]
         for seat in seats:
             seat.entry.take(self.rows)
-        interleaver.reachable = seen.copies.values.keys()
-        runs, observed = parts_of(seats, Way.DEFERRED)
-        interleaver.begin(runs, observed)
-        seen.copies.visit(interleaver)
-        interleaver.advance(Phase.LOGITS)
+        values = dict(seen.copies.values)
         if seen.logits is not None:
-            interleaver.arrive(LOGITS, seen.logits)
-        interleaver.advance(Phase.SAMPLES)
-        interleaver.arrive(SAMPLES, seen.samples)
-        interleaver.advance(Phase.RESULT)
+            values[LOGITS] = seen.logits
+        values[SAMPLES] = seen.samples
+        interleaver.show(*parts_of(seats, Way.DEFERRED), values)
 
     def _draw(self, seen: Pass) -> None:
         """Judge by the drawn tokens which requests have ended."""

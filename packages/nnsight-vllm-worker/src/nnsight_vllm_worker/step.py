@@ -35,7 +35,8 @@ class Steps:
 
     Attributes:
         way: how the pass runs that is running, the slowest way of its requests.
-        graphs: whether it may replay graphs.
+        graphs: whether it may replay vLLM's graphs.
+        breaks: the taps at which its blocks run; graphs that break there may be replayed.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class Steps:
         self.deferred = Deferred(rows, tracing, interleaver)
         self.way = Way.PLAIN
         self.graphs = True
+        self.breaks: tuple[Location, ...] = ()
+        self._unheard: list[Copies] = []
         self._compiled = compiled
+        self._final = False
         self._here: set[str] = set()
         self._within: list[Seat] = []
         self._after: Copies | None = None
@@ -91,6 +95,7 @@ class Steps:
         """The forward pass is about to run on this batch."""
         self._reset()
         seats = [seat for row, part in enumerate(batch) if (seat := self._enter(row, part))]
+        self._final = len(seats) == len(batch) and all(s.last for s in seats)
         self._place_writes(batch, seats)
         seats = [seat for seat in seats if seat.observed or not seat.entry.traced.idle]
         self.way = max([self._way(seat) for seat in seats], default=Way.PLAIN)
@@ -150,9 +155,9 @@ class Steps:
         self.graphs = False
         self.interleaver.reachable = None
         if self.way is Way.INTERLEAVED:
-            reachable = [at for at in self.taps.taps if any(at in seat.taps for seat in seats)]
-            self.interleaver.reachable = reachable
-            self.taps.listen(reachable, self._visit)
+            wanted = {at for seat in seats for at in seat.taps}
+            self.breaks = tuple(at for at in self.taps.taps if at in wanted)
+            self.interleaver.reachable = self.breaks
         self._begin(seats)
 
     def _copy_from(self, batch: list[Part], seats: list[Seat]) -> None:
@@ -174,10 +179,15 @@ class Steps:
             self.taps.place([span for copies in kept for span in copies.spans])
         else:
             self.graphs = False
-            for copies in kept:
-                copies.listen()
+            self._unheard = kept
 
-    def _visit(self, location: Location, tensors: list[Tensor]) -> None:
+    def listen(self) -> None:
+        """The pass runs compiled and without graphs, so that taps can call us."""
+        for copies in self._unheard:
+            copies.listen()
+        self.taps.listen(self.breaks, self.visit)
+
+    def visit(self, location: Location, tensors: list[Tensor]) -> None:
         """A tap is reached in a pass that runs compiled."""
         if not self.interleaver.watching:
             self.interleaver.passed.add(location)
@@ -227,7 +237,10 @@ class Steps:
             self.interleaver.arrive(SAMPLES, samples)
         drawing = [seat for seat in self._within if seat.entry.draws]
         if drawing:
-            tokens = samples[[seat.row for seat in drawing], 0].tolist()
+            tokens: list[int | None] = [None] * len(drawing)
+            # Where no token can end a request, the device need not be waited for.
+            if not all(seat.entry.traced.ending.blind for seat in drawing):
+                tokens = samples[[seat.row for seat in drawing], 0].tolist()
             for seat, token in zip(drawing, tokens, strict=True):
                 traced = seat.entry.traced
                 traced.made += 1
@@ -253,7 +266,7 @@ class Steps:
                 self.tracing.over(traced)
         self._reset()
         # The blocks that look at this pass run when the next one is on its way, if one comes.
-        self.deferred.run(leave=1)
+        self.deferred.run(leave=0 if self._final else 1)
         self.tracing.send()
         return stopped
 
@@ -273,5 +286,7 @@ class Steps:
     def _reset(self) -> None:
         self.way = Way.PLAIN
         self.graphs = True
+        self.breaks = ()
         self._within = []
+        self._unheard = []
         self._after = self._later = self._logits = None

@@ -13,6 +13,7 @@ from nnsight_core.errors import EncodeError
 from nnsight_core.run import Run
 from nnsight_core.scope import VALUE, call_block, ended, share, target_names
 from nnsight_core.tree import ModelTree
+from nnsight_core.values import flat
 from nnsight_core.wire.code import CodeDecoder, CodeEncoder
 from nnsight_core.wire.data import Decoder, Encoder
 from nnsight_core.wire.errors import rebuild_error, record_error
@@ -107,7 +108,8 @@ def encode_ended(
         ways: how many steps of its request ran in which way.
     """
     result = ended(run, 0, sequence)
-    encoder = Encoder()
+    encoder = Encoder(packed=True)
+    encoder.fetch([tensor for value in result.saves.values() for tensor in flat(value)])
     error = result.error
     saves: dict[str, Any] = {}
     if result.value is not None:

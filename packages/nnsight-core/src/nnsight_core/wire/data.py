@@ -26,6 +26,8 @@ from nnsight_core.wire.frames import Buffer
 
 Json = Any
 MAX_DEPTH = 100
+SMALL = 1 << 16
+"""Bytes up to which a tensor shares a buffer with others."""
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
@@ -33,12 +35,18 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 class Encoder:
     """Turns values into typed JSON and buffers.
 
+    Args:
+        packed: put small tensors into one buffer together, since each buffer costs some time.
+
     Attributes:
         buffers: the buffers of everything encoded so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, packed: bool = False) -> None:
         self.buffers: list[Buffer] = []
+        self._packed = packed
+        self._pack: bytearray | None = None
+        self._home: dict[int, Tensor] = {}
         self._seen: dict[int, tuple[int, Any]] = {}
         self._at: list[str] = []
 
@@ -62,6 +70,8 @@ class Encoder:
             while len(self._seen) > before[0]:
                 self._seen.popitem()
             del self.buffers[before[1] :]
+            if self._pack is not None and not any(b is self._pack for b in self.buffers):
+                self._pack = None
             if isinstance(error, RecursionError):
                 raise EncodeError(f"{self.where()} is nested too deep.") from None
             raise
@@ -158,7 +168,27 @@ class Encoder:
                 "can be shipped. Use `.to_dense()` or `.dequantize()`."
             )
         form = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-        return {"$": "tensor", **form, "b": self.buffer(tensor_bytes(tensor))}
+        data = tensor_bytes(self._home.get(id(tensor), tensor))
+        if not self._packed or data.nbytes > SMALL:
+            return {"$": "tensor", **form, "b": self.buffer(data)}
+        if self._pack is None:
+            self._pack = bytearray()
+            self._pack_index = self.buffer(self._pack)
+        at = len(self._pack)
+        self._pack += data
+        return {"$": "tensor", **form, "b": self._pack_index, "at": at}
+
+    def fetch(self, tensors: list[Tensor]) -> None:
+        """Bring tensors of a device here together, which takes far less time than one by one."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.is_cuda and tensor.layout is torch.strided and id(tensor) not in self._home:
+                by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for alike in by_dtype.values():
+            here = torch.cat([tensor.reshape(-1) for tensor in alike]).cpu()
+            parts = here.split([tensor.numel() for tensor in alike])
+            for tensor, part in zip(alike, parts, strict=True):
+                self._home[id(tensor)] = part
 
     def _array(self, array: numpy.ndarray) -> dict[str, Json]:
         if array.dtype.hasobject or array.dtype.names:
@@ -256,7 +286,11 @@ class Decoder:
 
     def tensor(self, form: dict[str, Json]) -> Tensor:
         """A tensor that owns its memory, on the CPU."""
-        return tensor_of(self._buffer(form), form["dtype"], form["shape"])
+        data = self._buffer(form)
+        if "at" in form:
+            size = math.prod(form["shape"]) * _DTYPES[form["dtype"]].itemsize
+            data = memoryview(data)[_index(form["at"]) :][:size]
+        return tensor_of(data, form["dtype"], form["shape"])
 
     def _array(self, form: dict[str, Json]) -> numpy.ndarray:
         dtype = numpy.dtype(str(form["dtype"]))

@@ -152,6 +152,13 @@ class EndedMessage(Message, Sparse):
     waits: bool = False
     ways: dict[str, int] = Field(default_factory=dict)
 
+    def frame(self, buffers: list[Buffer] | None = None) -> Frame:
+        # The saves are JSON already, and may be many.
+        said = self.model_copy(update={"saves": {}})
+        header = said.model_dump(mode="json")
+        header["saves"] = self.saves
+        return Frame(header, buffers or [])
+
 
 class FinishedMessage(Message):
     """A request is over."""

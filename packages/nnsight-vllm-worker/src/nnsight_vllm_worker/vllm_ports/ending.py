@@ -39,6 +39,7 @@ class Ending:
             plain = params.clone()
             plain.structured_outputs = None
         self._request = Request(request, prompt, plain, None)
+        self._params = params
         self._text: Any = None
         if params.stop and params.detokenize:
             self._text = IncrementalDetokenizer.from_new_request(
@@ -51,9 +52,20 @@ class Ending:
                 ),
             )
 
-    def over(self, token: int) -> bool:
-        """Whether the request ends with this token."""
-        self._request.append_output_token_ids(token)
+    def last(self, step: int) -> bool:
+        """Whether the request ends with this step, whatever it draws."""
+        return step + 1 >= self._request.max_tokens
+
+    @property
+    def blind(self) -> bool:
+        """Whether the request ends by its length alone, whatever tokens are drawn."""
+        params: Any = self._params
+        ends = (params.eos_token_id is not None, params.stop_token_ids, self._text is not None)
+        return not any(ends) and getattr(params, "repetition_detection", None) is None
+
+    def over(self, token: int | None) -> bool:
+        """Whether the request ends with this token, which a `blind` one need not know."""
+        self._request.append_output_token_ids(0 if token is None else token)
         stopped = self._check(self._request, self._longest)
         if self._text is None:
             return stopped

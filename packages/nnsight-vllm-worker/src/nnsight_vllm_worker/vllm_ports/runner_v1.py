@@ -100,6 +100,7 @@ class RunnerV1:
             # Dummy runs, for which nothing is scheduled, ask as well.
             if self._scheduled and steps.busy:
                 steps.begin(self._batch(self._scheduled))
+                steps.listen()
                 kwargs["force_eager"] = kwargs.get("force_eager", False) or not steps.graphs
             return determine(*args, **kwargs)
 

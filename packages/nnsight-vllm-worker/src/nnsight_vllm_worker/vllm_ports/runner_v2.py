@@ -4,7 +4,7 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/worker/gpu/model_runner.py`):
 - `execute_model(scheduler_output, dummy_run=)` updates the requests' states, asks
   `cudagraph_manager.dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras=)` once
   how the step is to run, and runs the model. A description of mode NONE, with the numbers as they
-  are, is a step without graphs.
+  are, is a step without graphs. A step of mode FULL runs `cudagraph_manager.run_fullgraph(desc)`.
 - the batch's order is `sort_batch_req_ids(num_scheduled_tokens, decode_query_len)`. Of a request,
   `req_states.num_computed_tokens_np` tokens have run and `req_states.prefill_len.np` were known
   when it came; each later one is known when it is drawn.
@@ -24,7 +24,7 @@ import torch
 
 from nnsight_vllm_worker.step import Steps
 from nnsight_vllm_worker.traced import Arrival, Part
-from nnsight_vllm_worker.vllm_ports import ending
+from nnsight_vllm_worker.vllm_ports import breaks, ending
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_kind, check_methods
 from nnsight_vllm_worker.vllm_ports.scheduling import end_requests
 
@@ -42,6 +42,7 @@ class RunnerV2:
     """Calls `Steps` from one V2 runner, by wrapping methods on the instance."""
 
     def __init__(self, runner: Any) -> None:
+        from vllm.config import CUDAGraphMode
         from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
         check_methods(runner, _METHODS)
@@ -52,12 +53,15 @@ class RunnerV2:
         states = ("num_computed_tokens_np", "prefill_len", "req_id_to_index")
         check_attributes(runner.req_states, states)
         ending.check()
+        breaks.keep_forwards()
         check_kind(runner.vllm_config.model_config, pooling=runner.is_pooling_model)
         self._runner = runner
+        self._modes = CUDAGraphMode
         self._sort = model_runner.sort_batch_req_ids
         self._describe = cudagraph_utils.BatchExecutionDescriptor
         self._scheduled: dict[str, int] | None = None
         self._sampling = False
+        self._breaks: breaks.At = ()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -82,8 +86,11 @@ class RunnerV2:
         """From now on, report every step."""
         runner, graphs = self._runner, self._runner.cudagraph_manager
         model: Any = self.model
+        modes = self._modes
         check_methods(graphs, {"dispatch": ("num_reqs", "num_tokens", "num_active_loras")})
-        execute, dispatch = runner.execute_model, graphs.dispatch
+        check_attributes(graphs, ("graphs", "pool", "device"))
+        broken = breaks.Breaks(graphs, steps.taps)
+        execute, dispatch, full = runner.execute_model, graphs.dispatch, graphs.run_fullgraph
         sample_tokens, sample, head = runner.sample_tokens, runner.sample, model.compute_logits
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,17 +117,28 @@ class RunnerV2:
         def dispatch_step(
             num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int
         ) -> Any:
+            self._breaks = ()
             if self._scheduled and steps.busy:
                 steps.begin(self._batch(self._scheduled))
-                if not steps.graphs:
-                    none = runner.vllm_config.compilation_config.cudagraph_mode.NONE
-                    return self._describe(
-                        cg_mode=none,
-                        num_tokens=num_tokens,
-                        num_reqs=num_reqs,
-                        num_active_loras=num_active_loras,
-                    )
-            return dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras)
+            desc = dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras)
+            if steps.graphs or not self._scheduled:
+                return desc
+            at = steps.breaks
+            if at and desc.cg_mode == modes.FULL and broken.ready(desc, at):
+                self._breaks = at
+                return desc
+            steps.listen()
+            return self._describe(
+                cg_mode=modes.NONE,
+                num_tokens=num_tokens,
+                num_reqs=num_reqs,
+                num_active_loras=desc.num_active_loras,
+            )
+
+        def run_fullgraph(desc: Any) -> Any:
+            if not self._breaks:
+                return full(desc)
+            return broken.run(desc, self._breaks, steps.visit, full)
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
             logits = head(*args, **kwargs)
@@ -147,6 +165,7 @@ class RunnerV2:
             return output
 
         runner.execute_model, graphs.dispatch = execute_model, dispatch_step
+        graphs.run_fullgraph = run_fullgraph
         runner.sample_tokens, runner.sample = sample_all, sample_ids
         model.compute_logits = compute_logits
 
