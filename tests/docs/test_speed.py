@@ -14,6 +14,7 @@ from nnsight_core.taps import resolve
 from nnsight_core.tree import TensorInfo
 from nnsight_core.wants import Way
 from nnsight_vllm_worker import taps
+from nnsight_vllm_worker.vllm_ports import breaks
 from tests.docs.test_engine_settings import tables_of
 
 PAGE = Path(__file__).parents[2] / "docs/speed.md"
@@ -85,3 +86,4 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert f"up to {taps.MOST_BYTES >> 20} MiB, or {taps.FEWEST} slots each" in text
     assert f"never more than {taps.MOST} slots" in text
     assert f"{taps.ENTRIES} entries" in text
+    assert f"up to {breaks._MOST} of them" in text
