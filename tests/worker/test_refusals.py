@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nnsight_core import CaptureError, LocationError, NotSupportedError
+from nnsight_core.taps import resolve
 from nnsight_vllm_worker import VLLM
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -36,13 +37,14 @@ def test_an_engine_setting_that_cannot_be_had(gpt2_path: str, name: str, value: 
 
 
 def test_a_pattern_that_names_no_tap(
-    gpt2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpt2: Any, gpt2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no tree is kept there
     with pytest.raises(ValueError, match=r"no module.*Nearest: transformer\.h\.\*\.mlp\.output"):
         VLLM(gpt2_path, dispatch=True, taps="transformer.h.*.mpl.output")
-    with pytest.raises(ValueError, match="does not name a side"):
-        VLLM(gpt2_path, dispatch=True, taps=["resid", "transformer.h.*.mlp"])
+    for pattern in ("transformer.h.*.mlp", "transformer.h.3.source.self_mlp_0.output"):
+        with pytest.raises(ValueError, match="does not name a side"):
+            resolve(gpt2.tree, ["resid", pattern])
 
 
 @pytest.mark.parametrize(
