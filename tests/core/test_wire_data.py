@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers.utils import ModelOutput
 
 from nnsight_core import EncodeError, ProtocolError
+from nnsight_core.values import flat
 from nnsight_core.wire.data import MAX_DEPTH, Decoder, Encoder
 from nnsight_core.wire.frames import Frame, read_frame
 
@@ -341,3 +342,53 @@ def test_any_json_is_a_value_or_a_protocol_error(form: Any) -> None:
 def test_a_key_that_is_met_again_in_a_value_comes_back() -> None:
     value = {None: {b"": 1}, b"": 2}
     assert there_and_back(value) == value
+
+
+def packed(value: Any) -> tuple[Any, Encoder, Any]:
+    """What comes of a value whose tensors are packed, the encoder, and the form."""
+    encoder = Encoder()
+    encoder.pack(flat(value))
+    form = encoder.encode(value)
+    return Decoder(encoder.buffers).decode(form), encoder, form
+
+
+def test_many_tensors_share_a_buffer() -> None:
+    shared = torch.arange(4.0)
+    value = {
+        "alike": [torch.full((2, 3), float(i)) for i in range(50)],
+        "pair": (torch.ones(3), torch.zeros(3)),
+        "mixed": [torch.ones(2), torch.ones(3), 5, torch.tensor(7), torch.empty(0), torch.empty(0)],
+        "half": [torch.ones(5, dtype=torch.bfloat16), torch.full((5,), 2.0, dtype=torch.bfloat16)],
+        "twice": [shared, shared],
+        "large": torch.randn(200, 200),
+    }
+    made, encoder, form = packed(value)
+    assert len(encoder.buffers) <= 5
+    assert form["v"][0]["$"] == "tensors" and form["v"][0]["n"] == 50
+    assert made["twice"][0] is made["twice"][1]
+    assert type(made["pair"]) is tuple and made["mixed"][2] == 5
+    for here, there in zip(flat(made), flat(value), strict=True):
+        assert here.dtype == there.dtype and torch.equal(here, there)
+        assert here.untyped_storage().nbytes() == there.numel() * there.element_size()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n": 51},
+        {"n": -1},
+        {"at": -8},
+        {"at": 3},
+        {"at": 10**9},
+        {"b": 7},
+        {"as": "set"},
+        {"shape": [0], "n": 10**12},
+        {"shape": [10**9]},
+        {"dtype": "nothing"},
+    ],
+    ids=str,
+)
+def test_packed_tensors_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+    _, encoder, form = packed([torch.full((2, 3), float(i)) for i in range(50)])
+    with pytest.raises(ProtocolError):
+        Decoder(encoder.buffers).decode({**form, **change})

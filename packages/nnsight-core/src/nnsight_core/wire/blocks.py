@@ -108,8 +108,8 @@ def encode_ended(
         ways: how many steps of its request ran in which way.
     """
     result = ended(run, 0, sequence)
-    encoder = Encoder(packed=True)
-    encoder.fetch([tensor for value in result.saves.values() for tensor in flat(value)])
+    encoder = Encoder()
+    encoder.pack([tensor for value in result.saves.values() for tensor in flat(value)])
     error = result.error
     saves: dict[str, Any] = {}
     if result.value is not None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -27,7 +28,7 @@ from nnsight_core.wire.frames import Buffer
 Json = Any
 MAX_DEPTH = 100
 SMALL = 1 << 16
-"""Bytes up to which a tensor shares a buffer with others."""
+"""Bytes up to which a tensor may share a buffer with others."""
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
@@ -35,18 +36,14 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 class Encoder:
     """Turns values into typed JSON and buffers.
 
-    Args:
-        packed: put small tensors into one buffer together, since each buffer costs some time.
-
     Attributes:
         buffers: the buffers of everything encoded so far.
     """
 
-    def __init__(self, packed: bool = False) -> None:
+    def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self._packed = packed
-        self._pack: bytearray | None = None
-        self._home: dict[int, Tensor] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        self._often: set[int] = set()
         self._seen: dict[int, tuple[int, Any]] = {}
         self._at: list[str] = []
 
@@ -70,8 +67,6 @@ class Encoder:
             while len(self._seen) > before[0]:
                 self._seen.popitem()
             del self.buffers[before[1] :]
-            if self._pack is not None and not any(b is self._pack for b in self.buffers):
-                self._pack = None
             if isinstance(error, RecursionError):
                 raise EncodeError(f"{self.where()} is nested too deep.") from None
             raise
@@ -107,6 +102,10 @@ class Encoder:
     def form(self, value: Any) -> dict[str, Json]:
         """The tagged form of a value that is no scalar."""
         kind: Any = type(value)
+        if (kind is list or kind is tuple) and len(value) > 1 and id(value[0]) in self._places:
+            together = self._tensors(value)
+            if together is not None:
+                return together
         if kind is list or kind is tuple or kind in (set, frozenset):
             return {"$": kind.__name__, "v": self._parts(value)}
         if kind is dict:
@@ -168,27 +167,45 @@ class Encoder:
                 "can be shipped. Use `.to_dense()` or `.dequantize()`."
             )
         form = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-        data = tensor_bytes(self._home.get(id(tensor), tensor))
-        if not self._packed or data.nbytes > SMALL:
-            return {"$": "tensor", **form, "b": self.buffer(data)}
-        if self._pack is None:
-            self._pack = bytearray()
-            self._pack_index = self.buffer(self._pack)
-        at = len(self._pack)
-        self._pack += data
-        return {"$": "tensor", **form, "b": self._pack_index, "at": at}
+        place = self._places.get(id(tensor))
+        if place is not None:
+            return {"$": "tensor", **form, "b": place[0], "at": place[1]}
+        return {"$": "tensor", **form, "b": self.buffer(tensor_bytes(tensor))}
 
-    def fetch(self, tensors: list[Tensor]) -> None:
-        """Bring tensors of a device here together, which takes far less time than one by one."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    def pack(self, tensors: list[Tensor]) -> None:
+        """Put many small tensors into few buffers, and bring those of a device here together.
+
+        That takes far less time than one by one. The tensors have to be there until everything is
+        encoded.
+        """
+        self._often = {key for key, count in Counter(map(id, tensors)).items() if count > 1}
+        alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         for tensor in tensors:
-            if tensor.is_cuda and tensor.layout is torch.strided and id(tensor) not in self._home:
-                by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for alike in by_dtype.values():
-            here = torch.cat([tensor.reshape(-1) for tensor in alike]).cpu()
-            parts = here.split([tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                self._home[id(tensor)] = part
+            small = tensor.numel() * tensor.element_size() <= SMALL
+            if small and tensor.layout is torch.strided and not tensor.is_meta:
+                alike.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
+        for packed in alike.values():
+            if len(packed) > 1:
+                together = torch.cat([tensor.reshape(-1) for tensor in packed.values()])
+                index, at = self.buffer(tensor_bytes(together)), 0
+                for key, tensor in packed.items():
+                    self._places[key] = index, at
+                    at += tensor.numel() * tensor.element_size()
+
+    def _tensors(self, value: Any) -> dict[str, Json] | None:
+        """The form of a list of tensors that lie one behind the other; None if it is none such."""
+        first = value[0]
+        index, at = self._places[id(first)]
+        size, alike = first.numel() * first.element_size(), (first.dtype, first.shape)
+        if not size:
+            return None
+        for number, tensor in enumerate(value):
+            if self._places.get(id(tensor)) != (index, at + number * size):
+                return None
+            if (tensor.dtype, tensor.shape) != alike or id(tensor) in self._often:
+                return None
+        form = {"dtype": dtype_name(first.dtype), "shape": list(first.shape), "b": index, "at": at}
+        return {"$": "tensors", "as": type(value).__name__, "n": len(value), **form}
 
     def _array(self, array: numpy.ndarray) -> dict[str, Json]:
         if array.dtype.hasobject or array.dtype.names:
@@ -219,6 +236,7 @@ class Decoder:
     def __init__(self, buffers: list[Buffer]) -> None:
         self.buffers = buffers
         self._made: dict[int, Any] = {}
+        self._whole: dict[tuple[int, str], Tensor] = {}
         self._depth = 0
 
     def decode(self, form: Json) -> Any:
@@ -247,13 +265,17 @@ class Decoder:
         tag = form["$"]
         if tag == "ref":
             return self._made[form["n"]]
-        read = self.readers().get(tag)
+        read = self._readers.get(tag)
         if read is None:
             raise ProtocolError(f"A typed value of type {str(tag)[:40]!r} is not accepted here.")
         value = read(form)
         if "#" in form:
             self._made[form["#"]] = value
         return value
+
+    @cached_property
+    def _readers(self) -> dict[str, Callable[[dict[str, Json]], Any]]:
+        return self.readers()
 
     def readers(self) -> dict[str, Callable[[dict[str, Json]], Any]]:
         """How each tag is read."""
@@ -269,6 +291,7 @@ class Decoder:
             "dict": self._dict,
             "named": self._named,
             "tensor": self.tensor,
+            "tensors": self._tensors,
             "array": self._array,
             "scalar": lambda f: self._array(f)[()],
             "size": lambda f: torch.Size(f["v"]),
@@ -286,11 +309,30 @@ class Decoder:
 
     def tensor(self, form: dict[str, Json]) -> Tensor:
         """A tensor that owns its memory, on the CPU."""
-        data = self._buffer(form)
-        if "at" in form:
-            size = math.prod(form["shape"]) * _DTYPES[form["dtype"]].itemsize
-            data = memoryview(data)[_index(form["at"]) :][:size]
-        return tensor_of(data, form["dtype"], form["shape"])
+        if "at" not in form:
+            return tensor_of(self._buffer(form), form["dtype"], form["shape"])
+        return self._part(form, form["shape"]).clone()
+
+    def _tensors(self, form: dict[str, Json]) -> Any:
+        kind = {"list": list, "tuple": tuple}[form["as"]]
+        if not math.prod(_shape(form["shape"])):
+            raise ProtocolError("Tensors without elements do not lie one behind the other.")
+        parts = self._part(form, [_index(form["n"]), *form["shape"]]).unbind(0)
+        return kind([part.clone() for part in parts])
+
+    def _part(self, form: dict[str, Json], shape: list[int]) -> Tensor:
+        """A view of what lies in a buffer with other tensors."""
+        index, at, dtype = form["b"], _index(form["at"]), form["dtype"]
+        whole = self._whole.get((index, dtype))
+        if whole is None:
+            data = self._buffer(form)
+            size = memoryview(data).nbytes // _DTYPES[dtype].itemsize
+            whole = self._whole[index, dtype] = tensor_of(data, dtype, [size])
+        first, odd = divmod(at, whole.element_size())
+        count = math.prod(_shape(shape))
+        if odd or first + count > whole.numel():
+            raise ProtocolError(f"A tensor of {dtype} {shape} does not lie in its buffer at {at}.")
+        return whole[first : first + count].view(shape)
 
     def _array(self, form: dict[str, Json]) -> numpy.ndarray:
         dtype = numpy.dtype(str(form["dtype"]))
@@ -355,8 +397,9 @@ def tensor_of(data: Buffer, dtype: str, shape: list[int]) -> Tensor:
     Raises:
         ProtocolError: their number does not fit.
     """
-    if dtype not in _DTYPES or not all(type(n) is int and n >= 0 for n in shape):
-        raise ProtocolError(f"A tensor of {str(dtype)[:40]!r} and shape {str(shape)[:80]}.")
+    if dtype not in _DTYPES:
+        raise ProtocolError(f"A tensor of {str(dtype)[:40]!r} is not accepted.")
+    _shape(shape)
     made_of = _DTYPES[dtype]
     count = math.prod(shape)
     if count * made_of.itemsize != memoryview(data).nbytes:
@@ -368,6 +411,12 @@ def tensor_of(data: Buffer, dtype: str, shape: list[int]) -> Tensor:
     if count:
         _view(tensor.reshape(-1).view(torch.uint8).numpy())[:] = memoryview(data).cast("B")
     return tensor
+
+
+def _shape(shape: Any) -> list[int]:
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ProtocolError(f"A tensor of shape {str(shape)[:80]} is not accepted.")
+    return shape
 
 
 def _view(array: Any) -> memoryview:
