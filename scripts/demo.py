@@ -41,6 +41,9 @@ def main() -> int:
     serve = str(Path(sys.executable).with_name("nnsight-serve"))
     command = [serve, str(model), "--port", str(port)]
     command += ["--max-model-len", "512", "--served-model-name", "SmolLM2-135M"]
+    # Two traces are over long before compiling the model, which takes most of a minute on two
+    # cores, would pay.
+    command += ["--enforce-eager"]
     print(f"2. nnsight-serve on vLLM's CPU backend, at {url} (half a minute)")
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(

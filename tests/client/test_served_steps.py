@@ -9,7 +9,7 @@ import torch
 
 import nnsight_core
 from nnsight_client import VLLM
-from nnsight_core import Cache, LoopOverrunWarning, OutOfOrderError, WriteError
+from nnsight_core import Cache, LoopOverrunWarning, NotATapError, OutOfOrderError, WriteError
 
 PROMPT = "Count up to ten:"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -54,6 +54,18 @@ def test_an_overrun_warns_here_and_the_block_goes_on(model):
                 tokens.append(model.samples.item())
             after = len(tokens).save()
     assert after == 2 and caught[0].filename == __file__
+
+
+def test_how_the_steps_ran_comes_home(model):
+    with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
+        hidden = model.transformer.h[3].output.save()
+        out = tracer.result.save()
+    assert hidden.shape[1] == 96
+    assert out.ways == tracer.result.ways == {"eager": 1, "plain": 2}
+    assert model.taps == () and "compiles nothing" in str(model.explain(tracer))
+    with pytest.raises(NotATapError, match="this engine compiles nothing"):
+        with model.trace(PROMPT, only_taps=True, max_tokens=3, **GREEDY):
+            hidden = model.transformer.h[3].output.save()
 
 
 def test_stop_ends_the_request(model):

@@ -1,16 +1,18 @@
 """The tables on the page about engine settings are those of the code."""
 
+import inspect
 import re
 from pathlib import Path
 
+from nnsight_vllm_worker import VLLM
 from nnsight_vllm_worker.settings import REFUSED, SETTINGS
 
 PAGE = Path(__file__).parents[2] / "docs/engine-settings.md"
 
 
-def tables() -> list[list[list[str]]]:
-    """The cells of each table of the page, without its header and without code marks."""
-    found = re.findall(r"(?:^\|.*\n)+", PAGE.read_text(encoding="utf-8"), re.M)
+def tables_of(page: Path) -> list[list[list[str]]]:
+    """The cells of each table of a page, without its header and without code marks."""
+    found = re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.M)
     return [
         [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines[2:]]
         for lines in (table.splitlines() for table in found)
@@ -18,16 +20,20 @@ def tables() -> list[list[list[str]]]:
 
 
 def test_the_page_lists_every_setting_with_its_reason() -> None:
-    assert tables()[0] == [
+    assert tables_of(PAGE)[0] == [
         [s.name, str(s.value), "forced" if s.forced else "default", s.reason] for s in SETTINGS
     ]
 
 
 def test_the_page_lists_everything_that_is_refused() -> None:
-    assert tables()[1] == [[name, reason] for name, reason in REFUSED.items()]
+    assert tables_of(PAGE)[1] == [[name, reason] for name, reason in REFUSED.items()]
 
 
-def test_environment_variables_are_said_to_be_some() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    for setting in SETTINGS:
-        assert (f"`{setting.name}` is an environment variable" in text) == setting.environment
+def test_the_page_lists_every_argument_of_ours_with_its_default() -> None:
+    ours = inspect.signature(VLLM.__init__).parameters
+    listed = {name.partition("`")[0]: default for name, default, _ in tables_of(PAGE)[2]}
+    assert listed.keys() <= ours.keys()
+    for name, default in listed.items():
+        assert default == {60.0: "60 seconds"}.get(ours[name].default) or default.strip('"') == str(
+            ours[name].default
+        )

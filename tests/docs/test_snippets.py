@@ -3,6 +3,9 @@
 The blocks of one page share a namespace and run in order, as a reader would type them. They run
 from a file on disk, since capture reads source, and each line keeps its number, so that a traceback
 points into the page. A fence that says `python notest reason="..."` is compiled and not run.
+
+Engines here are vLLM's own default but for PyTorch's compiler, which takes longer than all the
+rest; only the pages of `COMPILED` have it.
 """
 
 import linecache
@@ -12,6 +15,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -22,6 +26,7 @@ PAGES = [
 FENCE = re.compile(
     r"^(?P<indent> *)```python\b(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$", re.M | re.S
 )
+COMPILED = {"docs/speed.md"}
 NAMES = {"MODEL": "gpt2_path", "LLAMA": "smollm2_path", "SERVER_URL": "server_url"}
 
 
@@ -66,7 +71,9 @@ def close_models(namespace: dict) -> None:
 
 
 @pytest.mark.parametrize("page", sorted(page for page, blocks in RUN.items() if blocks))
-def test_the_blocks_of_a_page_run(page, tmp_path, request):
+def test_the_blocks_of_a_page_run(page, tmp_path, request, monkeypatch):
+    if page in COMPILED:
+        monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     script = as_script(RUN[page])
     path = tmp_path / (re.sub(r"\W", "_", page) + ".py")
     path.write_text(script, encoding="utf-8")
@@ -76,7 +83,8 @@ def test_the_blocks_of_a_page_run(page, tmp_path, request):
         if re.search(rf"\b{name}\b", script):
             namespace[name] = request.getfixturevalue(fixture)
     try:
-        exec(compile(script, str(path), "exec"), namespace)
+        with torch._dynamo.config.patch(disable=page not in COMPILED):
+            exec(compile(script, str(path), "exec"), namespace)
     finally:
         close_models(namespace)
 

@@ -1,7 +1,8 @@
-"""The engine as vLLM runs it by default, in processes of its own: its start, its end, its death.
+"""The engine in processes of its own, as vLLM runs it by default: its start, its end, its death.
 
-Run apart from the other tests (`make test` does): vLLM remembers for as long as a process lives
-whether engines run in it, and most other tests have theirs in it.
+These engines compile nothing, which would take most of the time; `test_default.py` has one that
+does. Run apart from the other tests (`make test` does): vLLM remembers for as long as a process
+lives whether engines run in it, and most other tests have theirs in it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nnsight_core import EngineDeadError, EngineError
 from nnsight_vllm_worker import VLLM
 
 PROMPT = "The Eiffel Tower is in the city of"
-SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True}
 if torch.cuda.is_available():
     # Several engines share one GPU in these tests.
     SETTINGS["gpu_memory_utilization"] = 0.1
@@ -224,7 +225,6 @@ def test_a_script_without_a_guard_gets_one_sentence(gpt2_path: str, tmp_path: Pa
     ("arguments", "words"),
     [
         ({"mode": "synchronous"}, "'sync' or 'async'"),
-        ({"enforce_eager": False}, "enforce_eager"),
         ({"tensor_parallel_size": 2}, "several ranks"),
         ({"pipeline_parallel_size": 2}, "several stages"),
         ({"speculative_config": {"method": "ngram"}}, "several tokens"),
@@ -239,7 +239,7 @@ def test_what_cannot_be_had_is_refused_before_anything_starts(
 
 def test_what_is_forced_is_said_with_its_reason(gpt2_path: str) -> None:
     said = VLLM(gpt2_path).engine_settings()
-    assert "enforce_eager" in said and "forced" in said and "in one piece" in said
+    assert "scheduler_cls" in said and "forced" in said and "in one piece" in said
 
 
 def test_a_model_that_draws_no_tokens_is_refused(processes: None, llama_path: str) -> None:

@@ -21,7 +21,7 @@ from tests.core import notebook
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "The Eiffel Tower is in the city of"
-SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True}
 if torch.cuda.is_available():
     # Several engines share one GPU in these tests.
     SETTINGS["gpu_memory_utilization"] = 0.1
@@ -140,7 +140,7 @@ def test_cells_of_a_notebook(gpt2_path: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="module")
 def model(gpt2_path: str) -> Iterator[VLLM]:
-    """An engine in processes of its own, as vLLM runs it by default."""
+    """An engine in processes of its own."""
     before = os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     with VLLM(gpt2_path, **SETTINGS) as model:
         yield model

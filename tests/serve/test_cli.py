@@ -40,6 +40,11 @@ def test_vllms_flags_are_read_in_vllms_spelling(flags, engine):
         assert settings.engine == engine and settings.model == "m" and settings.port == 7000
 
 
+def test_taps_are_ours_and_may_be_repeated():
+    settings = read("m", "--tap", "resid", "--dtype", "float32", "--tap", "model.norm.output")
+    assert settings.engine == {"taps": ["resid", "model.norm.output"], "dtype": "float32"}
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [

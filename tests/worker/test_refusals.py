@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nnsight_core import CaptureError, LocationError, NotSupportedError
+from nnsight_core.taps import resolve
 from nnsight_vllm_worker import VLLM
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -25,7 +27,6 @@ PROMPT = "The Eiffel Tower is in the city of"
         ("enable_dbo", True),
         ("kv_transfer_config", {"kv_connector": "x"}),
         ("kv_sharing_fast_prefill", True),
-        ("enforce_eager", False),
         ("scheduler_cls", "mine.Scheduler"),
         ("worker_extension_cls", "mine.Extension"),
     ],
@@ -33,6 +34,17 @@ PROMPT = "The Eiffel Tower is in the city of"
 def test_an_engine_setting_that_cannot_be_had(gpt2_path: str, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{name}=.* cannot be had.*: .*"):
         VLLM(gpt2_path, dispatch=True, **{name: value})
+
+
+def test_a_pattern_that_names_no_tap(
+    gpt2: Any, gpt2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no tree is kept there
+    with pytest.raises(ValueError, match=r"no module.*Nearest: transformer\.h\.\*\.mlp\.output"):
+        VLLM(gpt2_path, dispatch=True, taps="transformer.h.*.mpl.output")
+    for pattern in ("transformer.h.*.mlp", "transformer.h.3.source.self_mlp_0.output"):
+        with pytest.raises(ValueError, match="does not name a side"):
+            resolve(gpt2.tree, ["resid", pattern])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +136,7 @@ def test_what_cannot_stand_in_a_block(gpt2: Any) -> None:
 
 
 def test_what_is_to_come_says_so(gpt2: Any) -> None:
-    for name in ("edit", "edits", "clear_edits", "explain", "kept", "std", "chat"):
+    for name in ("edit", "edits", "clear_edits", "kept", "std", "chat"):
         with pytest.raises(LocationError, match="not there yet"):
             getattr(gpt2, name)
     with pytest.raises(ValueError, match="mode='async' is not there yet"):

@@ -18,7 +18,7 @@ _MEANS = {
     Way.PLAIN: "vLLM's own step; nothing of the block runs",
     Way.DEFERRED: "vLLM's own step; the block looks at copies while the next one runs",
     Way.AFTER: "vLLM's own step; the block runs on copies before anything is sampled",
-    Way.INTERLEAVED: "compiled, without graphs; the block runs at taps",
+    Way.INTERLEAVED: "compiled; the block runs at its taps, at which CUDA graphs break",
     Way.EAGER: "the model's plain Python, where every location is reachable",
 }
 

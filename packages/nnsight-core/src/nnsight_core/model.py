@@ -96,11 +96,14 @@ class Model(Root):
         found = [explain(text, self.tree) for text in tracer._texts]
         return found[0] if len(found) == 1 else found
 
-    def _read(self, invokes: list[Invoke], only_taps: bool) -> list[Read | None]:
+    def _read(self, invokes: list[Invoke], backend: Backend, only_taps: bool) -> list[Read | None]:
         """The texts of the invokes' blocks, refused if they leave the taps and must not."""
         texts = [read_invoke(invoke) for invoke in invokes]
         if only_taps:
-            refuse_untapped(texts, self.tree)
+            tree = self._places.tree
+            if tree is None or tree.provisional or backend is not self._backend_for({}):
+                tree = backend.describe()  # only an engine that runs knows its taps
+            refuse_untapped(texts, tree)
         return texts
 
     def close(self) -> None:

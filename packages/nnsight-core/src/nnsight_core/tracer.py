@@ -195,7 +195,7 @@ class Tracer(_Captured):
             self._forget()
 
     def _run_all(self, invokes: list[Invoke], frames: list[FrameType]) -> Exception | None:
-        self._texts = self._model._read(invokes, self._only_taps)
+        self._texts = self._model._read(invokes, self._backend, self._only_taps)
         outcomes = [Outcome(index, invoke) for index, invoke in enumerate(invokes)]
         failure: BaseException | None = None
         try:

@@ -24,7 +24,7 @@ class Way(IntEnum):
     AFTER = 2
     """vLLM's own pass; the block runs on copies when it is over and before anything is sampled."""
     INTERLEAVED = 3
-    """What vLLM compiled, without graphs; the block runs at taps, within the pass."""
+    """What vLLM compiled; the block runs at taps, within the pass, where graphs break."""
     EAGER = 4
     """The model's plain Python; the block runs at any location."""
 

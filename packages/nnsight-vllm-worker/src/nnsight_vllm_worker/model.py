@@ -123,7 +123,8 @@ class VLLM(Model):
         if self._places.tree is None:
             tree = load_tree(self._repo, engine(), self._arguments)
             if tree is None:
-                tree = tree_of(self._repo, self._arguments)
+                arguments = {k: v for k, v in self._arguments.items() if k != "taps"}
+                tree = tree_of(self._repo, arguments)
                 keep_tree(tree, self._repo, engine(), self._arguments)
             self._places.tree = tree
         return self._places.tree
