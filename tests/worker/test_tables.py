@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nnsight_core import LoopOverrunWarning
 from tests.worker.test_ways import PROMPT, STEPS, agree
 
 
@@ -198,3 +199,55 @@ def test_more_writes_than_entries_run_interleaved(compiled_gpt2: Any, gpt2: Any,
 def _tables(model: Any) -> Any:
     core = model.llm.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker._nnsight.tracing.tables
+
+
+def test_blocks_that_are_alike_share_entries(compiled_gpt2: Any) -> None:
+    tables, used = _tables(compiled_gpt2), []
+    install = tables.install
+
+    def noted(*args: Any) -> Any:
+        table = install(*args)
+        used.append(tables.used)
+        return table
+
+    def body(model: Any, tracer: Any, scale: float) -> None:
+        for _ in range(4):
+            with tracer.invoke(PROMPT):
+                for _ in tracer.all():
+                    model.transformer.h[4].output[:] *= scale
+
+    tables.install = noted
+    try:
+        for scale in (0.5, 2.0):
+            with compiled_gpt2.trace(**STEPS) as tracer:
+                body(compiled_gpt2, tracer, scale)
+            tokens = {tuple(o.outputs[0].token_ids) for o in tracer.outputs}
+            assert len(tokens) == 1
+    finally:
+        del tables.install
+    compiled_gpt2.generate(PROMPT, max_tokens=2)
+    # One entry for all four of a trace, and another one for the other number.
+    assert len(used) == 8 and max(used) <= 2 and tables.used == 0
+
+
+def test_a_loop_that_outruns_its_request_warns_where_taps_do_it_all(compiled_gpt2: Any) -> None:
+    with pytest.warns(LoopOverrunWarning, match="made 3"):
+        with compiled_gpt2.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:9]:
+                compiled_gpt2.transformer.h[4].output[:] *= 0.5
+    assert tracer.result.ways == {"tables": 3}
+
+
+def test_an_end_token_ends_what_taps_do_alone(compiled_gpt2: Any, gpt2: Any) -> None:
+    """Where a token may end the request, each one is looked at."""
+
+    def run_until(model: Any) -> Any:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=40, stop=["e"]) as tracer:
+            for _ in tracer.all():
+                model.transformer.h[4].output[:] *= 0.9
+        return tracer.result
+
+    here, there = run_until(compiled_gpt2), run_until(gpt2)
+    assert here.outputs[0].token_ids == there.outputs[0].token_ids
+    assert here.outputs[0].finish_reason == there.outputs[0].finish_reason == "stop"
+    assert here.ways == {"tables": len(here.outputs[0].token_ids)}

@@ -7,6 +7,7 @@ request is, and leaves with it.
 from __future__ import annotations
 
 import builtins
+import hashlib
 import io
 import logging
 import sys
@@ -14,13 +15,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 import torch
 
 from nnsight_core.code import compile_block
 from nnsight_core.effects import effects_of
 from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
 from nnsight_core.locations import RESULT
-from nnsight_core.lowering import NotLowered
+from nnsight_core.lowering import Lowered, NotLowered
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
 from nnsight_core.wants import lower_at_taps, wants_of
@@ -44,6 +46,8 @@ from nnsight_vllm_worker.vllm_ports.ending import Ending
 from nnsight_vllm_worker.written import LIMIT, Allowance, Written
 
 _log = logging.getLogger(__name__)
+_MOST_KNOWN = 256
+"""How many blocks are remembered as lowered or not."""
 EXTRA = "nnsight"
 """The entry of `extra_args` that holds a request's block."""
 
@@ -75,6 +79,7 @@ class Tracing:
         self.limit: float | None = None
         self.record: Callable[[str], None] = lambda path: None
         self._recorded: set[str] = set()
+        self._known: dict[tuple[bytes, int], Lowered | NotLowered] = {}
         self._root = root
         self._watch = watch
         self._rows = rows
@@ -246,7 +251,7 @@ class Tracing:
         effects = effects_of(code, run.scope, self._tree)
         traced.wants = wants_of(effects, self._tree)
         if effects.writes_forward and self._tree.taps:
-            run = self._lowered(run, traced) or run
+            run = self._lowered(run, traced, _identity(frame)) or run
         if "source" in code.compiled.co_names:
             for path in effects.sources():
                 self._watch.watch_source(path)
@@ -255,16 +260,25 @@ class Tracing:
                     self.record(path)
         return run
 
-    def _lowered(self, run: Run, traced: Traced) -> Run | None:
-        """The run of what is left of a block whose writes the taps do; None if they cannot."""
+    def _lowered(self, run: Run, traced: Traced, digest: bytes) -> Run | None:
+        """The run of what is left of a block whose writes the taps do; None if they cannot.
+
+        Args:
+            digest: what identifies the block and all that it takes along; empty if nothing does.
+        """
         device = self._store.device
-        found = WATCHDOG.call(
-            self.limit, lower_at_taps, run.code, run.scope, self._tree, traced.prompt, device
-        )
+        key = (digest, traced.prompt)
+        found = self._known.get(key) if digest else None
+        if found is None:
+            asked = (run.code, run.scope, self._tree, traced.prompt, device)
+            found = WATCHDOG.call(self.limit, lower_at_taps, *asked)
+            self._known[key] = found
+            while len(self._known) > _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
         if isinstance(found, NotLowered):
             return None
         try:
-            traced.table = self.tables.install(found.writes, traced.prompt)
+            traced.table = self.tables.install(found, traced.prompt)
         except Full:
             return None
         traced.wants = wants_of(effects_of(found.rest, run.scope, self._tree), self._tree)
@@ -287,6 +301,37 @@ class Tracing:
                 line=lineno,
             )
         )
+
+
+_BY_CONTENT = """
+    array bool bytes complex device dict dtype ellipsis float int list node operation plain range
+    scalar set size slice source tensor text tracer tuple
+"""
+_TAGS = frozenset(_BY_CONTENT.split())
+_CONSTANT = ("math", "numpy", "torch", "torch.nn.functional")
+
+
+def _identity(frame: Frame) -> bytes:
+    """What tells a block and its names from any other; empty if their bytes do not say it all."""
+    block = frame.header["block"]
+    if not all(_by_content(form) for form in block["names"].values()):
+        return b""
+    digest = hashlib.blake2b(orjson.dumps(block))
+    for buffer in frame.buffers:
+        digest.update(buffer)
+    return digest.digest()
+
+
+def _by_content(form: Any) -> bool:
+    """Whether a typed value says all of what it is: nothing is imported or unpickled for it."""
+    if isinstance(form, list):
+        return all(map(_by_content, form))
+    if not isinstance(form, dict):
+        return True
+    if form.get("$") == "pymodule":
+        return form["name"] in _CONSTANT
+    inner = (form.get("k", ()), form.get("v", ()))
+    return form.get("$") in _TAGS and all(_by_content(list(part)) for part in inner)
 
 
 def _safe(error: BaseException) -> BaseException:

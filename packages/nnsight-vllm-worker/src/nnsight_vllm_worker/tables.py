@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nnsight_core.lowering import Affine
+from nnsight_core.lowering import Affine, Lowered
 from nnsight_vllm_worker.tap_op import ADD, PROJECT, SCALE, SET
 from nnsight_vllm_worker.taps import Taps
 
@@ -37,25 +37,31 @@ class Written(NamedTuple):
 
 
 class Table:
-    """The table writes of one request.
+    """The table writes of one request, or of several that are alike.
 
     Args:
+        lowered: the block that they come from.
         prompt: how many tokens its prompt has.
+
+    Attributes:
+        users: how many requests it is for.
     """
 
-    def __init__(self, tables: Tables, prompt: int) -> None:
+    def __init__(self, tables: Tables, lowered: Lowered, prompt: int) -> None:
+        self.lowered = lowered
         self.writes: list[Written] = []
         self.entries: list[int] = []
+        self.users = 1
         self._tables = tables
-        self._prompt = prompt
+        self.prompt = prompt
         self._chains: dict[tuple[int, ...], int] = {}
         self._known: dict[Any, tuple[Span, ...]] = {}
 
     def spans(self, computed: int, tokens: int) -> tuple[Span, ...]:
         """What applies to `tokens` tokens from the `computed`-th on, rows counted from there."""
-        if tokens == 1 and computed >= self._prompt:
+        if tokens == 1 and computed >= self.prompt:
             # The one row of a later step: only what is on in it matters.
-            step = computed - self._prompt + 1
+            step = computed - self.prompt + 1
             key: Any = tuple([step in w.affine.steps for w in self.writes])
         else:
             key = (computed, tokens)
@@ -81,11 +87,11 @@ class Table:
 
     def _rows(self, affine: Affine, computed: int, tokens: int) -> list[int]:
         """The rows of a part of the request that a write is for, each in the step it belongs to."""
-        first = _chosen(affine.rows, self._prompt) if 0 in affine.steps else []
+        first = _chosen(affine.rows, self.prompt) if 0 in affine.steps else []
         later = bool(_chosen(affine.rows, 1))
         rows = [row - computed for row in first if computed <= row < computed + tokens]
-        for position in range(max(computed, self._prompt), computed + tokens):
-            if later and position - self._prompt + 1 in affine.steps:
+        for position in range(max(computed, self.prompt), computed + tokens):
+            if later and position - self.prompt + 1 in affine.steps:
                 rows.append(position - computed)
         return rows
 
@@ -118,6 +124,7 @@ class Tables:
         self._taps = taps
         self._free = list(range(taps.kinds.shape[0] - 1, 0, -1))
         self._placed: list[tuple[int, tuple[Span, ...]]] = []
+        self._tables: dict[tuple[int, int], Table] = {}
 
     @property
     def used(self) -> int:
@@ -129,29 +136,36 @@ class Tables:
         """Whether the map names rows, so that it must be looked at before a pass."""
         return bool(self._placed)
 
-    def install(self, writes: tuple[Affine, ...], prompt: int) -> Table:
-        """Take a request's writes.
+    def install(self, lowered: Lowered, prompt: int) -> Table:
+        """Take a request's writes; those of one lowered block are taken once.
 
         Raises:
             Full: there is no room.
         """
-        table = Table(self, prompt)
+        known = self._tables.get((id(lowered), prompt))
+        if known is not None:
+            known.users += 1
+            return known
+        table = Table(self, lowered, prompt)
         try:
-            for affine in writes:
+            for affine in lowered.writes:
                 tap = self._taps.taps[self._taps.named[f"{affine.path}.output"]]
                 entry = self._entry(table)
                 along = self._entry(table) if affine.kind == "project" else 0
                 self._fill(entry, along, affine, tap.slabs[affine.index].shape[1])
                 table.writes.append(Written(affine, tap.first + affine.index, entry))
         except Full:
-            self.release(table)
+            self._free += table.entries
             raise
+        self._tables[id(lowered), prompt] = table
         return table
 
     def release(self, table: Table) -> None:
         """Let a request's writes go."""
-        self._free += table.entries
-        table.entries = []
+        table.users -= 1
+        if not table.users:
+            self._free += table.entries
+            del self._tables[id(table.lowered), table.prompt]
 
     def copy(self, entry: int, after: int) -> int:
         """An entry like another one, which leads to `after`."""
