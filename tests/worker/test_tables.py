@@ -251,3 +251,28 @@ def test_an_end_token_ends_what_taps_do_alone(compiled_gpt2: Any, gpt2: Any) -> 
     assert here.outputs[0].token_ids == there.outputs[0].token_ids
     assert here.outputs[0].finish_reason == there.outputs[0].finish_reason == "stop"
     assert here.ways == {"tables": len(here.outputs[0].token_ids)}
+
+
+def test_what_taps_do_alone_ends_while_others_go_on(compiled_gpt2: Any, gpt2: Any) -> None:
+    """Its request is gone from the engine before its block hears of the last token."""
+
+    def run_both(model: Any) -> Any:
+        with model.trace(temperature=0.0) as tracer:
+            with tracer.invoke(PROMPT, max_tokens=30, stop=["e"]):
+                for _ in tracer.all():
+                    model.transformer.h[4].output[:] *= 0.9
+            with tracer.invoke("The Colosseum", max_tokens=40, ignore_eos=True):
+                model.transformer.h[2].mlp.output[:] = model.transformer.h[2].mlp.output.tanh()
+                seen = [].save()
+                for _ in tracer.all():
+                    seen.append(model.transformer.h[9].output[-1])
+            with tracer.invoke("Big Ben", max_tokens=35, ignore_eos=True):
+                for _ in tracer.iter[20:30]:
+                    model.transformer.h[4].output[:] = model.transformer.h[4].output.flip(-1)
+        return tracer
+
+    here, there = run_both(compiled_gpt2), run_both(gpt2)
+    for one, other in zip(here.outputs, there.outputs, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    assert here.outputs[0].ways == {"tables": len(here.outputs[0].outputs[0].token_ids)}
+    assert compiled_gpt2._engine.counts()["live"] == 0

@@ -254,3 +254,9 @@ def test_the_runner_is_the_one_that_vllm_chooses(compiled_gpt2: Any) -> None:
     assert type(worker._nnsight_loaded.port).__name__ == expected
     if torch.cuda.is_available() and "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:
         assert expected == "RunnerV2"
+
+
+def test_settings_say_what_taps_take(compiled_gpt2: Any, gpt2: Any) -> None:
+    said = compiled_gpt2.engine_settings()
+    assert "36 locations" in said and "MiB of device memory" in said
+    assert "0 locations" in gpt2.engine_settings()

@@ -6,7 +6,9 @@ with the same order of calls as in any other pass. So they are one pass late and
 they wait for (a number, a save) is waited for beside the engine's work and not within it.
 
 They run in the engine's own thread: what a block sets of PyTorch and Python (`isolation`) belongs
-to the process, so that a thread of their own would let it leak into the engine's work.
+to the process, so that a thread of their own would let it leak into the engine's work. And while a
+block is there that has run within a pass, on the engine's own stream, all of them stay on that one:
+what a block holds would else be read and let go on two streams that know nothing of each other.
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ class Deferred:
     Args:
         rows: the row map of the engine's own passes.
         interleaver: that of the engine's own passes.
+
+    Attributes:
+        apart: whether the blocks run on a stream of their own.
     """
 
     def __init__(self, rows: RowMap, tracing: Tracing, interleaver: Interleaver) -> None:
@@ -67,6 +72,7 @@ class Deferred:
         self._passes: deque[Pass] = deque()
         self._tracing = tracing
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.apart = True
 
     def holds(self, traced: Traced) -> bool:
         """Whether the block of a request has still to see a pass."""
@@ -75,6 +81,17 @@ class Deferred:
     def add(self, copies: Copies, logits: Tensor | None, samples: Tensor) -> None:
         """A pass has drawn its tokens."""
         self._passes.append(Pass(copies, logits, samples))
+
+    def settle(self) -> None:
+        """Let the engine's own stream wait for what blocks have done on theirs."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def join(self) -> None:
+        """From now on, blocks run on the engine's own stream, after what they have done before."""
+        if self.apart:
+            self.settle()
+        self.apart = False
 
     def run(self, leave: int = 0) -> None:
         """Run the blocks for the passes that wait, but for the last `leave` ones."""
@@ -126,7 +143,7 @@ class Deferred:
     @contextmanager
     def _beside(self, seen: Pass) -> Iterator[None]:
         """Within it, the device works beside the engine's own stream."""
-        if self._stream is None or seen.done is None:
+        if self._stream is None or seen.done is None or not self.apart:
             yield
             return
         self._stream.wait_event(seen.done)

@@ -155,6 +155,10 @@ class VLLM(Model):
         rows = [
             (s.name, str(s.value), "forced" if s.forced else "default", s.reason) for s in SETTINGS
         ]
+        if self._engine is not None:
+            size = self._engine.counts()["tap_bytes"] / 2**20
+            where = f"{len(self.taps)} locations"
+            rows.append(("taps", where, "default", f"they take {size:.0f} MiB of device memory"))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])

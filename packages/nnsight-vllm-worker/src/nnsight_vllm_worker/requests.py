@@ -151,7 +151,6 @@ class Tracing:
             traced.written.release()
             if traced.table is not None:
                 self.tables.release(traced.table)
-                traced.table = None
 
     def forget(self, key: str) -> None:
         """Drop the blocks of a request that nobody waits for any more."""

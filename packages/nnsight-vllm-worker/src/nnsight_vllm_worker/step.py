@@ -73,6 +73,8 @@ class Steps:
         """Requests come and go. One that was preempted may come again."""
         if self._within or self._later is not None:
             self._interrupted()
+        if new and not self.tracing.awaited:
+            self.deferred.apart = True
         for request in gone:
             self._here.discard(request)
             self.tracing.gone(request)
@@ -142,6 +144,7 @@ class Steps:
     def _run_within(self, batch: list[Part], seats: list[Seat]) -> None:
         """Begin a pass in which blocks run."""
         self.deferred.run()
+        self.deferred.join()
         at = {seat.row: seat.entry for seat in seats}
         self.rows.place(
             [
@@ -218,6 +221,7 @@ class Steps:
 
     def _run_after(self, copies: Copies, requests: int) -> None:
         """Run blocks on the copies, between the forward pass and the sampler."""
+        self.deferred.join()
         order = [(key, rows, live, copies.seats[i].row) for key, rows, live, i in copies.order()]
         self.rows.place_copies(order, requests)
         self._within = copies.seats
@@ -261,6 +265,8 @@ class Steps:
             if run.stopping and not run.over:
                 stopped.append(traced.request)
             run.over |= run.stopping
+            if run.over and traced.alone:
+                self.deferred.catch_up(traced)
             if run.over:
                 self.interleaver.finish(run)
                 self.tracing.over(traced)
@@ -273,6 +279,7 @@ class Steps:
     def finish(self, traced: Traced, output: Any) -> None:
         """A request has finished: its block makes of that what it can, and is over."""
         run = traced.run
+        self.deferred.settle()
         if traced.alone and not run.started:
             traced.made = len(output.outputs[0].token_ids)
             self.deferred.catch_up(traced)

@@ -23,6 +23,8 @@ def launch(
     rows = one.shape[0]
     if rows == 0:
         return
+    if not one[0].is_contiguous():
+        raise RuntimeError(f"A tap holds rows that do not lie in one piece: {one.stride()}.")
     width = one[0].numel()
     block = triton.next_power_of_2(width)
     kernel: Any = _tap

@@ -67,6 +67,7 @@ class WorkerExtension:
             "blob_bytes": attached.store.bytes,
             "kept": tracing.kept,
             "entries": tracing.tables.used,
+            "tap_bytes": attached.loaded.taps.bytes,
         }
 
 
