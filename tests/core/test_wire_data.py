@@ -347,7 +347,7 @@ def test_a_key_that_is_met_again_in_a_value_comes_back() -> None:
 def packed(value: Any) -> tuple[Any, Encoder, Any]:
     """What comes of a value whose tensors are packed, the encoder, and the form."""
     encoder = Encoder()
-    encoder.pack(flat(value))
+    encoder.pack(value)
     form = encoder.encode(value)
     return Decoder(encoder.buffers).decode(form), encoder, form
 

@@ -90,6 +90,16 @@ def assigns_at_a_tap(model: Any) -> Any:
     return seen, out
 
 
+def is_a_function(model: Any) -> Any:
+    layer = layers(model)
+
+    def look(tracer: Any) -> Any:
+        return [layer[2].output for _ in tracer.iter[:3]]
+
+    tracer = model.trace(PROMPT, fn=look, **STEPS)
+    return tracer.value, tracer.result
+
+
 def reads_what_is_no_tap(model: Any) -> Any:
     layer = layers(model)
     with model.trace(PROMPT, **STEPS) as tracer:
@@ -107,6 +117,7 @@ BLOCKS: dict[Callable[[Any], Any], dict[str, int]] = {
     runs_modules: {"after": 3, "plain": 3},
     writes_at_a_tap: {"interleaved": 6},
     assigns_at_a_tap: {"interleaved": 1, "plain": 5},
+    is_a_function: {"eager": 3, "plain": 3},
     reads_what_is_no_tap: {"eager": 2, "plain": 4},
 }
 

@@ -75,7 +75,9 @@ def read_invoke(invoke: Invoke) -> Read | None:
     if block is None:
         return None
     text = text_of(block.code, block.names, target_names(block.target))
-    return Read(text, scope_of(block) if text.effects().writes_forward else None)
+    effects = text.effects()
+    # What is handed to unknown code is not lowered, so it need not be held.
+    return Read(text, scope_of(block) if effects.writes_forward and not effects.opaque else None)
 
 
 def explain(read: Read | None, tree: ModelTree) -> Explanation:

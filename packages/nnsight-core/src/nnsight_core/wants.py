@@ -95,7 +95,8 @@ def wants_of(effects: Effects, tree: ModelTree) -> Wants:
     return Wants(
         _want(effects, effects.reads, effects.writes, tree),
         _want(effects, later, wrote, tree),
-        effects.loops,
+        # A function that is called may loop, too.
+        effects.loops or effects.loose or effects.opaque,
     )
 
 

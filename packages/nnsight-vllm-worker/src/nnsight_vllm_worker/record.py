@@ -53,7 +53,7 @@ class Record:
             places: where the locations are, which may not be those that were recorded.
         """
         for seen in self.seen if locations is None else locations:
-            location = places.location(seen.path, seen.side) if seen.path else seen
+            location = places.location(seen.path, seen.side)
             location.repeats = seen in self.repeated
             rows.know(location, self.seen[seen])
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Sink = Callable[[list[Tensor]], None]
-SINKS: dict[int, Sink] = {}
+SINKS: dict[int, list[Sink]] = {}
 """What is called with a location's tensors where Python runs, by the address of its first slab."""
 
 ADD, SCALE, SET, PROJECT = 1, 2, 3, 4
@@ -55,8 +55,7 @@ def tap(
     """
     run = _on_gpu if values[0].is_cuda else _on_cpu
     run(values, slabs, slots, entries, operands, masks, kinds, factors)
-    sink = SINKS.get(slabs[0].data_ptr())
-    if sink is not None:
+    for sink in SINKS.get(slabs[0].data_ptr(), ()):
         sink(values)
 
 

@@ -106,6 +106,7 @@ class Taps:
         self.kinds = torch.zeros((ENTRIES, 3), dtype=torch.int32, device=device)
         self.factors = torch.zeros((ENTRIES,), dtype=torch.float32, device=device)
         self._place: list[tuple[int, int]] = []
+        self._heard: list[int] = []
         number = 0
         for at in chosen:
             infos = record.seen[at]
@@ -237,16 +238,18 @@ class Taps:
     ) -> None:
         """Have `sink` called with the tensors of these taps in the pass that begins now."""
         for at in wanted:
+            self._heard.append(self.taps[at].slabs[0].data_ptr())
 
             def call(tensors: list[Tensor], at: Location = at) -> None:
                 sink(at, tensors)
 
-            SINKS[self.taps[at].slabs[0].data_ptr()] = call
+            SINKS.setdefault(self._heard[-1], []).append(call)
 
     def rest(self) -> None:
         """Have no sink called any more."""
-        for tap in self.taps.values():
-            SINKS.pop(tap.slabs[0].data_ptr(), None)
+        for address in self._heard:
+            SINKS.pop(address, None)
+        self._heard.clear()
 
 
 def _kind(info: TensorInfo) -> Kind:

@@ -13,7 +13,6 @@ from nnsight_core.errors import EncodeError
 from nnsight_core.run import Run
 from nnsight_core.scope import VALUE, call_block, ended, share, target_names
 from nnsight_core.tree import ModelTree
-from nnsight_core.values import flat
 from nnsight_core.wire.code import CodeDecoder, CodeEncoder
 from nnsight_core.wire.data import Decoder, Encoder
 from nnsight_core.wire.errors import rebuild_error, record_error
@@ -109,7 +108,7 @@ def encode_ended(
     """
     result = ended(run, 0, sequence)
     encoder = Encoder()
-    encoder.pack([tensor for value in result.saves.values() for tensor in flat(value)])
+    encoder.pack(*result.saves.values())
     error = result.error
     saves: dict[str, Any] = {}
     if result.value is not None:

@@ -172,12 +172,13 @@ class Encoder:
             return {"$": "tensor", **form, "b": place[0], "at": place[1]}
         return {"$": "tensor", **form, "b": self.buffer(tensor_bytes(tensor))}
 
-    def pack(self, tensors: list[Tensor]) -> None:
-        """Put many small tensors into few buffers, and bring those of a device here together.
+    def pack(self, *values: Any) -> None:
+        """Put the many small tensors of values into few buffers, those of a device in one go.
 
-        That takes far less time than one by one. The tensors have to be there until everything is
+        That takes far less time than one by one. The values have to be there until everything is
         encoded.
         """
+        tensors = _plain_tensors(values)
         self._often = {key for key, count in Counter(map(id, tensors)).items() if count > 1}
         alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         for tensor in tensors:
@@ -421,6 +422,22 @@ def _shape(shape: Any) -> list[int]:
 
 def _view(array: Any) -> memoryview:
     return memoryview(array)
+
+
+def _plain_tensors(values: Any) -> list[Tensor]:
+    """The tensors in containers, in order; no code of a class of the user's is run."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    waiting = [*values][::-1]
+    while waiting:
+        held = waiting.pop()
+        kind = type(held)
+        if kind is Tensor:
+            found.append(held)
+        elif kind in (list, tuple, dict) and id(held) not in seen:
+            seen.add(id(held))
+            waiting += [*(held.values() if kind is dict else held)][::-1]
+    return found
 
 
 def _text(value: str) -> Json:
