@@ -147,6 +147,13 @@ def tight(gpt2_path: str) -> Iterator[VLLM]:
 
 
 @pytest.fixture(scope="session")
+def compiled_tight(gpt2_path: str) -> Iterator[VLLM]:
+    """The GPT-2, compiled, in an engine whose passes take 32 tokens."""
+    with _compiled(gpt2_path, max_num_batched_tokens=32, num_gpu_blocks_override=40) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
 def compiled_gpt2(gpt2_path: str) -> Iterator[VLLM]:
     """The GPT-2, compiled, with taps beside the default ones."""
     taps = ["resid", "transformer.h.*.mlp.output", "transformer.h.*.attn.input"]

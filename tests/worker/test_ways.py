@@ -142,9 +142,9 @@ def agree(here: Any, there: Any, near: Any) -> None:
 def test_each_way_gives_what_the_eager_engine_gives(
     request: pytest.FixtureRequest, near: Any, name: str, block: Any
 ) -> None:
-    compiled = request.getfixturevalue(f"compiled_{name}")
+    model = request.getfixturevalue(f"compiled_{name}")
     eager = request.getfixturevalue(name)
-    seen, out = block(compiled)
+    seen, out = block(model)
     there, expected = block(eager)
     agree(seen, there, near)
     assert out.outputs[0].token_ids == expected.outputs[0].token_ids
@@ -271,3 +271,22 @@ def test_settings_say_what_taps_take(compiled_gpt2: Any, gpt2: Any) -> None:
     said = compiled_gpt2.engine_settings()
     assert "36 locations" in said and "MiB of device memory" in said
     assert "0 locations" in gpt2.engine_settings()
+
+
+def test_a_prompt_in_pieces_is_seen_whole(compiled_tight: Any, gpt2: Any, near: Any) -> None:
+    """What runs one pass later sees the prompt whole, though the request is further on by then."""
+    prompt = list(range(60, 130))
+
+    def run(model: Any) -> Any:
+        with model.trace(prompt, temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+            seen = [].save()
+            for _ in tracer.all():
+                seen.append((model.transformer.h[2].output, model.transformer.h[9].output))
+            out = tracer.result.save()
+        return seen, out
+
+    seen, out = run(compiled_tight)
+    there, expected = run(gpt2)
+    agree(seen, there, near)
+    assert seen[0][0].shape == (70, 96) and out.ways == {"deferred": 4}
+    assert out.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -48,6 +48,8 @@ class Entry(NamedTuple):
         draws: whether it draws a token, which ends a step; others only compute tokens.
         live: its tokens that belong to the step, the last ones.
         position: the place of the first of them among the request's tokens.
+        pieces: what was seen of the prompt, if it runs in pieces. It is the pass's own: when its
+            block sees the pass, the request may be further on.
     """
 
     traced: Traced
@@ -55,12 +57,14 @@ class Entry(NamedTuple):
     draws: bool
     live: int
     position: int
+    pieces: Pieces | None
 
     def take(self, rows: RowMap) -> None:
         """Its block is about to see the pass, with these rows."""
         traced = self.traced
         traced.run.step = self.step
         traced.position = self.position
+        traced.pieces = self.pieces
         traced.rows = rows
 
 
@@ -78,7 +82,7 @@ class Traced:
         ways: how many steps ran in which way.
         table: what the taps write for it.
         alone: whether they do all that its block does; it is run when the request is over.
-        pieces: what was seen of the prompt, if it runs in pieces.
+        pieces: what was seen of the prompt before that pass, if it runs in pieces.
         written: what its block wrote, to be written again if it is computed anew.
         sent: whether its block has said all that it has to say.
         waits: whether it was said that the block waits for the finished output.
@@ -96,6 +100,7 @@ class Traced:
         self.rows: RowMap
         self.wants: Wants
         self.pieces: Pieces | None = None
+        self._pieces: Pieces | None = None
         self.sent = False
         self.waits = False
         self.reads: list[str] = []
@@ -127,37 +132,37 @@ class Traced:
             raise EngineError("vLLM ran a step of the request again, so what was read is not its.")
         draws = part.computed + part.tokens >= part.known
         live = 1 if step else part.tokens
-        entry = Entry(self, step, draws, live, part.known - live if draws else part.computed)
+        position = part.known - live if draws else part.computed
         if step == 0 and not self.run.started:
             self._piece(part, draws)
-            return entry
-        self.pieces = None
+            return Entry(self, step, draws, live, position, self._pieces)
+        self._pieces = None
         if self.written.lost is not None and not (draws and part.tokens == 1):
             raise EngineError(
                 "The request was preempted and is computed anew, and what its block wrote was not "
                 f"kept ({self.written.lost}). Run fewer requests at once, or give the engine more "
                 "memory for keys and values."
             )
-        return entry
+        return Entry(self, step, draws, live, position, None)
 
     def observed(self, part: Part) -> Iterable[Observed]:
         """What looks on in the pass besides the block."""
         draws = part.computed + part.tokens >= part.known
-        if self.pieces is not None and not draws:
-            return self.pieces.observed(part.tokens)
+        if self._pieces is not None and not draws:
+            return self._pieces.observed(part.tokens)
         if self.written and self.made and part.tokens > (1 if draws else 0):
             return self.written.again(self, part.computed, part.tokens)
         return ()
 
     def _piece(self, part: Part, draws: bool) -> None:
         if part.computed == 0:
-            self.pieces = None  # else of a prefill that was preempted in the middle
+            self._pieces = None  # else of a prefill that was preempted in the middle
             if draws:
                 return
             if self.run.reader:
-                self.pieces = Pieces(self.known, self.run, self.reads)
+                self._pieces = Pieces(self.known, self.run, self.reads)
                 return
-        elif self.pieces is not None and self.pieces.tokens == part.computed:
+        elif self._pieces is not None and self._pieces.tokens == part.computed:
             return
         raise EngineError(
             f"The prompt of {self.prompt} tokens did not run whole in one step ({part.tokens} ran, "
