@@ -104,6 +104,10 @@ class Interleaver:
             for observer in self.observers[location] if location in values else ():
                 observer.see(location, values[location])
         self.advance(Phase.RESULT)
+        # Else the last pass is held until the next one.
+        self.values = {}
+        for run in runs:
+            run.visit = None
 
     def look(self, run: Run, location: Location) -> Any:
         """What a location holds, in a pass that is over."""
