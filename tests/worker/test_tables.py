@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnsight_core import LoopOverrunWarning
+from nnsight_core import EngineError, LoopOverrunWarning
 from tests.worker.test_ways import PROMPT, STEPS, agree
 
 
@@ -276,3 +276,16 @@ def test_what_taps_do_alone_ends_while_others_go_on(compiled_gpt2: Any, gpt2: An
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
     assert here.outputs[0].ways == {"tables": len(here.outputs[0].outputs[0].token_ids)}
     assert compiled_gpt2._engine.counts()["live"] == 0
+
+
+def test_no_room_while_a_request_runs_is_its_error_alone(compiled_gpt2: Any) -> None:
+    """Two writes to one row need an entry more than either, when the row is first met."""
+    tables = _tables(compiled_gpt2)
+    free, tables._free = tables._free, tables._free[-2:]
+    try:
+        with pytest.raises(EngineError, match="no room for what the block writes"):
+            run(compiled_gpt2, two_parts_of_one_row)
+    finally:
+        tables._free = free
+    compiled_gpt2.generate(PROMPT, max_tokens=2)
+    assert compiled_gpt2._engine.counts()["live"] == 0 and tables.used == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_core import NotATapError
+from nnsight_core import NotATapError, WriteError
 from nnsight_core.wants import Want, Wants, Way
 from nnsight_vllm_worker import requests
 
@@ -290,3 +290,19 @@ def test_a_prompt_in_pieces_is_seen_whole(compiled_tight: Any, gpt2: Any, near: 
     agree(seen, there, near)
     assert seen[0][0].shape == (70, 96) and out.ways == {"deferred": 4}
     assert out.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_write_to_an_input_at_a_tap_is_its_error_alone(
+    compiled_gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that the text does not show must not take the forward pass along."""
+    wanted = Want(Way.INTERLEAVED, ("transformer.h.3.attn.input",), "")
+    monkeypatch.setattr(requests, "wants_of", lambda *_: Wants(wanted, wanted, True))
+    with pytest.raises(WriteError, match="in a step that runs compiled it can only be read"):
+        with compiled_gpt2.trace(**STEPS) as tracer:
+            with tracer.invoke(PROMPT):
+                attn = compiled_gpt2.transformer.h[3].attn
+                attn.input = attn.input * 2
+            with tracer.invoke("Big Ben"):
+                seen = compiled_gpt2.transformer.h[3].attn.input.save()
+    assert seen.shape[1] == 96 and compiled_gpt2._engine.counts()["live"] == 0

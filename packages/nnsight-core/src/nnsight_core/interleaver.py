@@ -226,6 +226,11 @@ class Interleaver:
             if changed:
                 self._may_write(run, location)
             if changed and (location.side == "input" or visit.of_model(changed)):
+                if self.reachable is not None:
+                    raise WriteError(
+                        f"{location} was written, and in a step that runs compiled it can only be "
+                        "read. Write to an output, or name the write plainly in the block."
+                    )
                 value = visit.put_into_copy(value, changed)
             elif changed:
                 visit.put_back(changed)

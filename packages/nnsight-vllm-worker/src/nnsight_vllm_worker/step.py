@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nnsight_core.errors import EngineError, WriteError
+from nnsight_core.errors import EngineError
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Location, Phase
 from nnsight_core.wants import Way
@@ -132,9 +132,10 @@ class Steps:
             way, seat.logits = want.way, want.logits
             seat.taps.update((self.taps.named[name], None) for name in want.taps)
         for location, _ in seat.observed:
-            reachable = location in self.taps.taps
             looks = Way.INTERLEAVED if traced.written else Way.DEFERRED
-            way = max(way, looks if reachable else Way.EAGER)
+            # What is written again at an input is a changed copy, which a tap cannot hand on.
+            copied = traced.written and location.side == "input"
+            way = max(way, Way.EAGER if copied or location not in self.taps.taps else looks)
             seat.taps[location] = None
         if way is not Way.PLAIN and not self._compiled:
             way = Way.EAGER
@@ -195,9 +196,7 @@ class Steps:
         if not self.interleaver.watching:
             self.interleaver.passed.add(location)
             return
-        value = self.taps.value(location, tensors)
-        if self.interleaver.arrive(location, value) is not value:
-            raise WriteError(f"{location} was written, which only the eager way can.")
+        self.interleaver.arrive(location, self.taps.value(location, tensors))
 
     def forwarded(self) -> None:
         """The forward pass is over; `logits` comes next."""

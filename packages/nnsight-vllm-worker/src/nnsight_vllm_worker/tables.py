@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nnsight_core.errors import EngineError
 from nnsight_core.lowering import Affine, Lowered
 from nnsight_vllm_worker.tap_op import ADD, PROJECT, SCALE, SET
 from nnsight_vllm_worker.taps import Taps
@@ -101,8 +102,7 @@ class Table:
             return entries[0]
         if entries not in self._chains:
             after = self._chain(entries[1:])
-            self._chains[entries] = self._tables.copy(entries[0], after)
-            self.entries.append(self._chains[entries])
+            self._chains[entries] = self._tables.copy(self, entries[0], after)
         return self._chains[entries]
 
 
@@ -113,8 +113,14 @@ def _chosen(rows: slice | int, count: int) -> list[int]:
     return [row] if 0 <= row < count else []
 
 
-class Full(Exception):
+class Full(EngineError):
     """The tables have no room for a request's writes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The tables of the taps have no room for what the block writes. Run fewer requests at "
+            "once, or let their blocks write less."
+        )
 
 
 class Tables:
@@ -167,11 +173,9 @@ class Tables:
             self._free += table.entries
             del self._tables[id(table.lowered), table.prompt]
 
-    def copy(self, entry: int, after: int) -> int:
+    def copy(self, table: Table, entry: int, after: int) -> int:
         """An entry like another one, which leads to `after`."""
-        if not self._free:
-            raise Full
-        new, taps = self._free.pop(), self._taps
+        new, taps = self._entry(table), self._taps
         for tensor in (taps.operands, taps.masks, taps.kinds, taps.factors):
             tensor[new].copy_(tensor[entry])
         taps.kinds[new, 1] = after
