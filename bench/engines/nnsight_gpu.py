@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm import SamplingParams
 
+from bench.engines.vllm_gpu import plain_cases
 from bench.workloads.vllm_gpu import (
     ARGUMENTS,
     BLOCKS,
-    FIRST,
-    GENERATE,
     GRAPHS,
     NEW,
     SAMPLING,
@@ -29,11 +27,6 @@ def cases() -> dict[str, Callable[[], Any]]:
     model = VLLM(shape(), dispatch=True, compilation_config=GRAPHS, taps=taps, **ARGUMENTS)
     layers = model.model.layers
     vector = 0.1 * torch.randn(4096, dtype=torch.bfloat16)
-
-    def generate(count: int, tokens: int = NEW, length: int = 512) -> Any:
-        given = [{"prompt_token_ids": ids} for ids in prompts(count, length)]
-        params = SamplingParams(max_tokens=tokens, **SAMPLING)
-        return model.llm.generate(given, params, use_tqdm=False)
 
     def traced(block: Callable[[Any], Any]) -> Callable[[int], Any]:
         def run(count: int, tokens: int = NEW) -> Any:
@@ -108,9 +101,7 @@ def cases() -> dict[str, Callable[[], Any]]:
             strict=True,
         )
     )
-    found = {case: partial(generate, int(case.split()[-1])) for case in GENERATE}
-    found[FIRST[0]] = partial(generate, 1, 1)
-    found[FIRST[1]] = partial(generate, 1, 1, 8000)
+    found = plain_cases(model.llm)
     for case in BLOCKS:
         what, _, size = case.rpartition(" × ")
         found[case] = partial(blocks[what], int(size))

@@ -24,7 +24,11 @@ from bench.workloads.vllm_gpu import (
 def cases() -> dict[str, Callable[[], Any]]:
     eager = bool(os.environ.get("BENCH_EAGER"))
     chosen = {"enforce_eager": True} if eager else {"compilation_config": GRAPHS}
-    llm = LLM(shape(), **ARGUMENTS, **chosen)
+    return plain_cases(LLM(shape(), **ARGUMENTS, **chosen))
+
+
+def plain_cases(llm: LLM) -> dict[str, Callable[[], Any]]:
+    """Plain generation by an engine."""
 
     def generate(count: int, tokens: int = NEW, length: int = 512) -> Any:
         given = [{"prompt_token_ids": ids} for ids in prompts(count, length)]

@@ -14,7 +14,7 @@ def launch(
     slabs: tuple[Tensor, Tensor],
     slots: Tensor,
     entries: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, ...],
     count: int,
 ) -> None:
     """Write and copy the rows of one tensor, or of two of one shape. See `tap_op.tap`."""

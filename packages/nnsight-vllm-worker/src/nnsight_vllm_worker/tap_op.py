@@ -31,14 +31,7 @@ _TABLES = (
 
 
 def tap(
-    values: list[Tensor],
-    slabs: list[Tensor],
-    slots: Tensor,
-    entries: Tensor,
-    operands: Tensor,
-    masks: Tensor,
-    kinds: Tensor,
-    factors: Tensor,
+    values: list[Tensor], slabs: list[Tensor], slots: Tensor, entries: Tensor, *tables: Tensor
 ) -> None:
     """Write and copy rows of one location. `look` is the same where nothing may be written.
 
@@ -47,14 +40,13 @@ def tap(
         slabs: for each, `[slots, width]`.
         slots: `[rows at most]`, the slot of each row; -1 for none.
         entries: `[tensors, rows at most]`, the first entry of each row; 0 for none.
-        operands: `[entries, widest]`, float32.
-        masks: `[entries, widest]`, the columns that an entry writes.
-        kinds: `[entries, 3]`: what an entry does, which one comes after it (0 for none), and in
-            which operand a projection's direction lies.
-        factors: `[entries]`, float32.
+        tables: what entries do: `operands` (`[entries, widest]`, float32); `masks`, of that shape,
+            the columns that an entry writes; `kinds` (`[entries, 3]`: the kind, which entry comes
+            after it or 0, and in which operand a projection's direction lies); `factors`
+            (`[entries]`, float32).
     """
     run = _on_gpu if values[0].is_cuda else _on_cpu
-    run(values, slabs, slots, entries, operands, masks, kinds, factors)
+    run(values, slabs, slots, entries, *tables)
     for sink in SINKS.get(slabs[0].data_ptr(), ()):
         sink(values)
 
@@ -71,15 +63,9 @@ _define()
 
 
 def _on_cpu(
-    values: list[Tensor],
-    slabs: list[Tensor],
-    slots: Tensor,
-    entries: Tensor,
-    operands: Tensor,
-    masks: Tensor,
-    kinds: Tensor,
-    factors: Tensor,
+    values: list[Tensor], slabs: list[Tensor], slots: Tensor, entries: Tensor, *tables: Tensor
 ) -> None:
+    operands, masks, kinds, factors = tables
     for index, (value, slab) in enumerate(zip(values, slabs, strict=True)):
         rows = value.shape[0]
         flat = value.view(rows, -1)
@@ -109,14 +95,7 @@ def _written(kind: int, x: Tensor, a: Tensor, along: Tensor) -> Tensor:
 
 
 def _on_gpu(
-    values: list[Tensor],
-    slabs: list[Tensor],
-    slots: Tensor,
-    entries: Tensor,
-    operands: Tensor,
-    masks: Tensor,
-    kinds: Tensor,
-    factors: Tensor,
+    values: list[Tensor], slabs: list[Tensor], slots: Tensor, entries: Tensor, *tables: Tensor
 ) -> None:
     from nnsight_vllm_worker.tap_kernel import launch
 
@@ -132,7 +111,7 @@ def _on_gpu(
             (slabs[index], other_slab),
             slots,
             entries[index:],
-            (operands, masks, kinds, factors),
+            tables,
             2 if two else 1,
         )
         index += 2 if two else 1

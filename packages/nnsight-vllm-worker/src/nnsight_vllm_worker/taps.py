@@ -124,9 +124,6 @@ class Taps:
             )
         )
 
-    def __bool__(self) -> bool:
-        return bool(self.taps)
-
     # -- in the model ----------------------------------------------------------------------------
 
     def install(self, modules: dict[str, nn.Module]) -> None:

@@ -60,7 +60,8 @@ def check_kind(config: Any, pooling: bool) -> None:
 def _lacks(owner: Any, what: str) -> str:
     import vllm
 
+    name = getattr(owner, "__name__", type(owner).__name__)
     return (
-        f"vLLM {vllm.__version__}'s {type(owner).__name__} lacks {what}, on which nnsight relies. "
+        f"vLLM {vllm.__version__}'s {name} lacks {what}, on which nnsight relies. "
         "Versions 0.26.0 and 0.27.1 are known to work."
     )

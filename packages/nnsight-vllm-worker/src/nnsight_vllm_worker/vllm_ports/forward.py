@@ -48,12 +48,7 @@ def plain_when(model: nn.Module, wanted: Callable[[], bool]) -> None:
     """
     from vllm import forward_context
 
-    check_attributes(forward_context.ForwardContext, ("__dataclass_fields__",))
-    if "skip_compiled" not in forward_context.ForwardContext.__dataclass_fields__:
-        raise EngineError(
-            "vLLM's forward context lacks `skip_compiled`, on which nnsight relies. Versions "
-            "0.26.0 and 0.27.1 are known to work."
-        )
+    check_attributes(forward_context.ForwardContext, ("skip_compiled",))
     if not getattr(model, "do_not_compile", True):
         raise EngineError(
             f"{type(model).__name__} is compiled as a whole, so no pass of it can run as plain "

@@ -10,7 +10,6 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/worker/gpu_model_runner.py` and its 
 - `input_batch.req_ids` is the batch's order; `scheduler_output.num_scheduled_tokens` the tokens,
   which follow the `input_batch.num_computed_tokens_cpu` first ones of the request, of which
   `requests[id].num_tokens` are known. A pass that runs all of these draws the next.
-- A new request shows `req_id`, `sampling_params`, `prompt_token_ids`, `num_computed_tokens`.
 - `_dummy_run(num_tokens, is_profile=True)` runs the model without requests, graphs and keys and
   values, and gives back its hidden states. With LoRA, `_set_active_loras(per logits row, per token,
   adapters)` says what the next rows are adapted by; 0 is nothing.
@@ -23,8 +22,9 @@ from typing import Any
 import torch
 
 from nnsight_vllm_worker.step import Steps
-from nnsight_vllm_worker.traced import Arrival, Part
+from nnsight_vllm_worker.traced import Part
 from nnsight_vllm_worker.vllm_ports import ending
+from nnsight_vllm_worker.vllm_ports.arrivals import arrivals
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_kind, check_methods
 from nnsight_vllm_worker.vllm_ports.scheduling import end_requests
 
@@ -78,16 +78,7 @@ class RunnerV1:
         sample_tokens, sample = runner.sample_tokens, runner._sample
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            new = [
-                Arrival(
-                    request.req_id,
-                    request.prompt_token_ids or [],
-                    request.sampling_params,
-                    request.num_computed_tokens,
-                )
-                for request in scheduler_output.scheduled_new_reqs
-            ]
-            steps.requests(new, scheduler_output.finished_req_ids)
+            steps.requests(arrivals(scheduler_output), scheduler_output.finished_req_ids)
             self._scheduled = scheduler_output.num_scheduled_tokens
             try:
                 output = execute(scheduler_output, *args, **kwargs)

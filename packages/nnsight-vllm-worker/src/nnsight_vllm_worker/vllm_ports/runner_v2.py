@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from nnsight_vllm_worker.step import Steps
-from nnsight_vllm_worker.traced import Arrival, Part
+from nnsight_vllm_worker.traced import Part
 from nnsight_vllm_worker.vllm_ports import breaks, ending
+from nnsight_vllm_worker.vllm_ports.arrivals import arrivals
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_kind, check_methods
 from nnsight_vllm_worker.vllm_ports.scheduling import end_requests
 
@@ -96,16 +97,7 @@ class RunnerV2:
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dummy_run") or len(args) > 1:
                 return execute(scheduler_output, *args, **kwargs)
-            new = [
-                Arrival(
-                    request.req_id,
-                    request.prompt_token_ids or [],
-                    request.sampling_params,
-                    request.num_computed_tokens,
-                )
-                for request in scheduler_output.scheduled_new_reqs
-            ]
-            steps.requests(new, scheduler_output.finished_req_ids)
+            steps.requests(arrivals(scheduler_output), scheduler_output.finished_req_ids)
             self._scheduled = scheduler_output.num_scheduled_tokens
             try:
                 output = execute(scheduler_output, *args, **kwargs)
