@@ -36,7 +36,7 @@ from nnsight_core.block_tracer import BLOCK_TRACER, BlockTracer
 from nnsight_core.code import compile_block, is_lazy
 from nnsight_core.errors import CaptureError, EncodeError, LocationError, PolicyError
 from nnsight_core.node import Node, Operation, Root, Source
-from nnsight_core.tracer import InvokeContext, Tracer
+from nnsight_core.tracer import Captured
 from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
 from nnsight_core.wire.frames import Buffer
 
@@ -222,7 +222,7 @@ _Forms = list[tuple[Any, Callable[[CodeEncoder, Any], dict[str, Json]]]]
 _NAMED: _Forms = [
     (Node, CodeEncoder._node),
     (Source | Operation, CodeEncoder._place),
-    (Tracer | InvokeContext | BlockTracer, CodeEncoder._tracer),
+    (Captured | BlockTracer, CodeEncoder._tracer),
 ]
 _FORMS: _Forms = [
     *_NAMED,

@@ -4,8 +4,9 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/engine/async_llm.py`):
 - `AsyncLLM.from_engine_args(AsyncEngineArgs(...))` starts the engine's process, and a task on the
   running loop that brings its outputs.
 - `generate(prompt, params, id, lora_request=...)` yields one output when `output_kind` is
-  FINAL_ONLY; cancelled, it aborts its request. What it refuses is raised as it is, or as the cause
-  of an `EngineGenerateError`.
+  FINAL_ONLY, and whenever there is more when it is CUMULATIVE, the newest if several wait;
+  cancelled or closed, it aborts its request. What it refuses is raised as it is, or as the cause of
+  an `EngineGenerateError`.
 - `renderer.render_cmpl_async([prompt dict])` makes of prompts what `generate` takes as well, with
   their `prompt_token_ids`.
 - `abort(ids)` takes the ids that `generate` was given, and knows them from before the engine does.
@@ -17,6 +18,8 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/engine/async_llm.py`):
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from nnsight_vllm_worker.submission import Request
@@ -47,8 +50,8 @@ def build_async_llm(model: str, arguments: dict[str, Any]) -> Any:
     return llm
 
 
-async def generate(llm: Any, request: Request) -> Any:
-    """Run a request to its end; gives vLLM's output.
+async def generate(llm: Any, request: Request) -> AsyncGenerator[Any, None]:
+    """Run a request to its end; gives vLLM's outputs: the last one, or all if it streams.
 
     Raises:
         ValueError: vLLM refuses it (a prompt that is too long).
@@ -56,21 +59,22 @@ async def generate(llm: Any, request: Request) -> Any:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.exceptions import EngineGenerateError
 
-    request.params.output_kind = RequestOutputKind.FINAL_ONLY
-    output = None
+    kinds = RequestOutputKind
+    request.params.output_kind = kinds.CUMULATIVE if request.streams else kinds.FINAL_ONLY
     prompt = request.prompt
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
     try:
         with refusals():
             if request.whole:
                 [prompt] = await llm.renderer.render_cmpl_async([prompt])
                 check_room(llm.vllm_config, request, prompt)
-            async for news in llm.generate(
-                prompt, request.params, request.key, lora_request=request.lora
-            ):
-                output = news
+            outputs = llm.generate(prompt, request.params, request.key, lora_request=request.lora)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
     except EngineGenerateError as error:
         raise error.__cause__ or error from None
-    return output
 
 
 async def abort(llm: Any, keys: list[str]) -> None:

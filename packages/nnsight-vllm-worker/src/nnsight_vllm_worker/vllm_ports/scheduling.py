@@ -21,6 +21,8 @@ from typing import Any
 from nnsight_core.outputs import STOPPED
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
 
+KEY = "nnsight_key"
+"""The entry of `extra_args` that names a request of ours; its sequences share it."""
 WHOLE = "nnsight_whole"
 """The entry of `extra_args` that says that a prompt has to run in one piece."""
 _ENDED = "nnsight_ended"
