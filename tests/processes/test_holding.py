@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import pytest_asyncio
@@ -46,6 +46,12 @@ async def llm(gpt2_path: str) -> AsyncIterator[Any]:
 async def unharmed(llm: Any) -> AsyncIterator[None]:
     """After each test nothing is left, and what comes then runs."""
     yield
+    for task in Reading.tasks:
+        task.cancel()
+    if Reading.tasks:
+        # Of a test that has failed.
+        await asyncio.wait(Reading.tasks, timeout=10)
+        await async_startup.go_on(llm, (await look(llm))["held"])
     reading = Reading(llm, "after", FIRST, 2)
     await reading.task
     state = await look(llm)
@@ -58,6 +64,8 @@ async def look(llm: Any) -> dict[str, Any]:
 
 class Reading:
     """A request, with the tokens of its sequences as they come."""
+
+    tasks: ClassVar[set[asyncio.Task[None]]] = set()
 
     def __init__(self, llm: Any, key: str, prompt: str, length: int, **sampling: Any) -> None:
         from vllm import SamplingParams
@@ -74,6 +82,8 @@ class Reading:
         )
         self._came = asyncio.Condition()
         self.task = asyncio.create_task(self._read(llm, prompt))
+        self.tasks.add(self.task)
+        self.task.add_done_callback(self.tasks.discard)
 
     async def _read(self, llm: Any, prompt: str) -> None:
         async for output in llm.generate(prompt, self._params, self.key):
