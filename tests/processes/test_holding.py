@@ -53,7 +53,7 @@ async def unharmed(llm: Any) -> AsyncIterator[None]:
         await asyncio.wait(Reading.tasks, timeout=10)
         await async_startup.go_on(llm, (await look(llm))["held"])
     reading = Reading(llm, "after", FIRST, 2)
-    await reading.task
+    await reading.end()
     state = await look(llm)
     assert state["held"] == [] and state["requests"] == 0
 
@@ -103,10 +103,14 @@ class Reading:
                 lambda: len(self.counts) == self._params.n and min(self.counts) >= count
             )
 
+    async def end(self) -> None:
+        async with asyncio.timeout(60):
+            await self.task
+
 
 async def alone(llm: Any, prompt: str, length: int, **sampling: Any) -> dict[int, list[int]]:
     reading = Reading(llm, "alone", prompt, length, **sampling)
-    await reading.task
+    await reading.end()
     return reading.tokens
 
 
@@ -118,11 +122,11 @@ async def test_a_held_request_makes_no_step_while_another_finishes(llm: Any) -> 
     # One step may have been on its way.
     await other.until(len(other.tokens[0]) + 3)
     held_at = slow.counts
-    await other.task
+    await other.end()
     assert slow.counts == held_at and held_at[0] < 60
     assert (await look(llm))["held"] == ["slow"]
     await async_startup.go_on(llm, ["slow"])
-    await slow.task
+    await slow.end()
     assert (slow.tokens, other.tokens) == wanted
     assert (await look(llm))["preempted"] == []
 
@@ -136,7 +140,7 @@ async def test_a_request_is_held_again_and_again(llm: Any) -> None:
         if count % 3:
             await asyncio.sleep(0.005)
         await async_startup.go_on(llm, ["slow"])
-    await asyncio.gather(slow.task, other.task)
+    await asyncio.gather(slow.end(), other.end())
     assert (slow.tokens, other.tokens) == wanted
 
 
@@ -148,10 +152,10 @@ async def test_all_sequences_of_a_request_are_held(llm: Any) -> None:
     await async_startup.hold(llm, ["slow"])
     await other.until(len(other.tokens[0]) + 3)
     held_at = slow.counts
-    await other.task
+    await other.end()
     assert slow.counts == held_at and max(held_at) < 40
     await async_startup.go_on(llm, ["slow"])
-    await slow.task
+    await slow.end()
     assert slow.tokens == wanted and len(wanted) == 2
 
 
@@ -170,7 +174,7 @@ async def test_while_all_are_held_the_engine_makes_no_steps(llm: Any) -> None:
     for reading, tokens in zip(readings, wanted, strict=True):
         counts = [other.counts for other in readings if other is not reading]
         await async_startup.go_on(llm, [reading.key])
-        await reading.task
+        await reading.end()
         assert reading.tokens == tokens
         assert counts == [other.counts for other in readings if other is not reading]
 
@@ -181,9 +185,9 @@ async def test_what_comes_while_all_are_held_runs(llm: Any) -> None:
     await slow.until(4)
     await async_startup.hold(llm, ["slow"])
     other = Reading(llm, "other", SECOND, 30)
-    await other.task
+    await other.end()
     await async_startup.go_on(llm, ["slow"])
-    await slow.task
+    await slow.end()
     assert (slow.tokens, other.tokens) == wanted
 
 
@@ -198,7 +202,7 @@ async def test_nothing_is_left_of_a_request_that_is_aborted_while_held(
     slow.task.cancel()
     await asyncio.wait([slow.task])
     if other is not None:
-        await other.task
+        await other.end()
     # Its end is said to the workers with a step.
     async with asyncio.timeout(10):
         while (state := await look(llm))["requests"] or state["held"]:
@@ -215,7 +219,7 @@ async def test_a_request_that_ends_while_it_is_held_is_forgotten(llm: Any) -> No
         await async_startup.hold(llm, ["never there"])
         assert set((await look(llm))["held"]) <= {"slow"}
         await async_startup.go_on(llm, ["slow"])
-        await slow.task
+        await slow.end()
         await async_startup.hold(llm, ["slow"])
         assert (await look(llm))["held"] == []
 
@@ -228,12 +232,12 @@ async def test_what_a_held_request_has_is_given_to_others(llm: Any, late: bool) 
     await slow.until(120)
     await async_startup.hold(llm, ["slow"])
     other = other or Reading(llm, "other", SECOND, 230)
-    await other.task
+    await other.end()
     state = await look(llm)
     assert state["preempted"] == ["slow"] and state["held"] == ["slow"]
     assert slow.counts[0] < 125
     await async_startup.go_on(llm, ["slow"])
-    await slow.task
+    await slow.end()
     assert (slow.tokens, other.tokens) == wanted
 
 
@@ -244,10 +248,10 @@ async def test_a_prompt_gets_the_memory_of_a_held_request(llm: Any) -> None:
     await slow.until(160)
     await async_startup.hold(llm, ["slow"])
     other, third = Reading(llm, "other", prompt, 20), Reading(llm, "third", THIRD, 20)
-    await asyncio.gather(other.task, third.task)
+    await asyncio.gather(other.end(), third.end())
     assert (await look(llm))["preempted"] == ["slow"]
     await async_startup.go_on(llm, ["slow"])
-    await slow.task
+    await slow.end()
     assert (slow.tokens, other.tokens) == wanted
 
 
@@ -259,9 +263,9 @@ async def test_held_requests_give_their_seats_to_others(llm: Any) -> None:
         await reading.until(4)
     await async_startup.hold(llm, prompts)
     others = [Reading(llm, f"other {index}", FIRST, 40) for index in range(2)]
-    await asyncio.gather(*(other.task for other in others))
+    await asyncio.gather(*(other.end() for other in others))
     assert sorted((await look(llm))["preempted"]) == sorted([SECOND, THIRD])
     await async_startup.go_on(llm, prompts)
-    await asyncio.gather(*(reading.task for reading in readings))
+    await asyncio.gather(*(reading.end() for reading in readings))
     assert [reading.tokens for reading in readings] == wanted
     assert [other.tokens for other in others] == [wanted[0]] * 2
