@@ -120,7 +120,7 @@ class Holding:
             yield
             return
         scheduler = self._scheduler
-        before, most = scheduler.running, scheduler.max_num_running_reqs
+        before = scheduler.running
         self._apart = [request for request in before if self._is_held(request)]
         others = [request for request in before if not self._is_held(request)]
         queues = [
@@ -129,15 +129,14 @@ class Holding:
         ]
         for queue, held in queues:
             queue.remove_requests(held)
-        seats = most - len(before)
+        # With a seat for each that waits, none of those that are started takes a held one's.
+        seats = scheduler.max_num_running_reqs - len(before)
         for _ in range(min(len(self._apart), sum(len(queue) for queue, _ in queues) - seats)):
             self._preempt()
         scheduler.running = others
-        scheduler.max_num_running_reqs = most - len(self._apart)
         try:
             yield
         finally:
-            scheduler.max_num_running_reqs = most
             place = {request: index for index, request in enumerate(before)}
             scheduler.running = sorted(
                 self._apart + scheduler.running, key=lambda r: place.get(r, len(place))
