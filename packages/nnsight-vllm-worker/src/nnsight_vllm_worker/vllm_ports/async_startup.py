@@ -11,6 +11,8 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/engine/async_llm.py`):
   their `prompt_token_ids`.
 - `abort(ids)` takes the ids that `generate` was given, and knows them from before the engine does.
 - `collective_rpc(method, args=...)` runs on every worker, after what was sent to the engine before.
+- `engine_core.call_utility_async(method, keys)` calls a method of the engine core, after what was
+  sent to it before; `holding` adds ours.
 - `errored` says whether the engine has ended, and the task `output_handler` ends when it does;
   `shutdown()` ends its processes.
 """
@@ -18,7 +20,7 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/engine/async_llm.py`):
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -47,6 +49,7 @@ def build_async_llm(model: str, arguments: dict[str, Any]) -> Any:
     check_methods(llm, _METHODS)
     check_attributes(llm, ("errored", "output_handler", "dead_error", "vllm_config"))
     check_methods(llm.renderer, {"render_cmpl_async": ("prompts",)})
+    check_methods(llm.engine_core, {"call_utility_async": ("method",)})
     return llm
 
 
@@ -82,6 +85,26 @@ async def abort(llm: Any, keys: list[str]) -> None:
     await llm.abort(keys)
 
 
+async def hold(llm: Any, keys: list[str]) -> None:
+    """Let requests make no further step; one that is being made still comes.
+
+    Those that have ended already are none of its business.
+
+    Raises:
+        vllm's EngineDeadError: as `call_workers` does.
+    """
+    await _answer(llm, lambda: llm.engine_core.call_utility_async("nnsight_hold", keys))
+
+
+async def go_on(llm: Any, keys: list[str]) -> None:
+    """Let held requests go on.
+
+    Raises:
+        vllm's EngineDeadError: as `call_workers` does.
+    """
+    await _answer(llm, lambda: llm.engine_core.call_utility_async("nnsight_go_on", keys))
+
+
 async def call_workers(llm: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
     """Call a method of every worker.
 
@@ -89,16 +112,7 @@ async def call_workers(llm: Any, method: str, args: tuple[Any, ...]) -> list[Any
         vllm's EngineDeadError: the engine has ended, or ends before it has answered (for which vLLM
             would wait for ever).
     """
-    if llm.errored:
-        raise llm.dead_error
-    call = asyncio.ensure_future(llm.collective_rpc(method, args=args))
-    try:
-        await asyncio.wait((call, llm.output_handler), return_when=asyncio.FIRST_COMPLETED)
-        if not call.done():
-            raise llm.dead_error
-        return call.result()
-    finally:
-        call.cancel()
+    return await _answer(llm, lambda: llm.collective_rpc(method, args=args))
 
 
 def is_alive(llm: Any) -> bool:
@@ -109,3 +123,16 @@ def is_alive(llm: Any) -> bool:
 def shut_down(llm: Any) -> None:
     """End the engine and its processes."""
     llm.shutdown()
+
+
+async def _answer(llm: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
+    if llm.errored:
+        raise llm.dead_error
+    call = asyncio.ensure_future(ask())
+    try:
+        await asyncio.wait((call, llm.output_handler), return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            raise llm.dead_error
+        return call.result()
+    finally:
+        call.cancel()
