@@ -24,7 +24,7 @@ from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_method
 from nnsight_vllm_worker.vllm_ports.holding import Holding, listen
 
 KEY = "nnsight_key"
-"""The entry of `extra_args` that names a request to who holds the engine; its sequences share it."""
+"""The entry of `extra_args` that names a request; its sequences share it."""
 WHOLE = "nnsight_whole"
 """The entry of `extra_args` that says that a prompt has to run in one piece."""
 _ENDED = "nnsight_ended"
