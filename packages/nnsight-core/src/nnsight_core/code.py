@@ -3,8 +3,8 @@
 The text is compiled as a module whose globals are the block's scope, so that a nested function, a
 comprehension or a class in it sees the block's names, and so that what the block bound is still
 there to be read when it stops in the middle. Three things are rewritten first: `x.save()` and
-`x.keep()` become calls of ours (nothing outside the block is patched), `nonlocal` becomes `global` where the name is
-the block's own, and the file name and lines stay the user's, so tracebacks do.
+`x.keep()` become calls of ours (nothing outside the block is patched), `nonlocal` becomes `global`
+where the name is the block's own, and the file name and lines stay the user's, so tracebacks do.
 """
 
 from __future__ import annotations
@@ -203,7 +203,9 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node:
-            case ast.Call(func=ast.Attribute(value=value, attr="save" | "keep" as what), args=[], keywords=[]):
+            case ast.Call(
+                func=ast.Attribute(value=value, attr="save" | "keep" as what), args=[], keywords=[]
+            ):
                 name = ast.copy_location(ast.Name(_CALLS[what], ast.Load()), node.func)
                 return ast.copy_location(ast.Call(name, [value], []), node)
         return node

@@ -25,6 +25,7 @@ SECONDS = 3600.0
 _REMEMBERED = 1 << 12
 """Of how many values that are gone the reason is known."""
 _DEEP = 50
+_WORDS = 200
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -90,12 +91,13 @@ class Keeps:
         with torch.inference_mode(False), torch.no_grad():
             made: dict[int, Tensor] = {}
             value = map_tensors(value, lambda t: made.setdefault(_id(t), _copied(t, self.device)))
-        self._hold(id, of, value, self._now)
-        shape, dtype = (value.shape, value.dtype) if isinstance(value, Tensor) else (None, None)
-        return Kept(id, describe(value), size, shape, dtype)
+        return self._hold(id, of, value, self._now)
 
-    def get(self, id: str, copy: bool) -> Any:
+    def get(self, id: str, copy: bool, name: str = "") -> Any:
         """A value for a block; with `copy`, one that the block may change.
+
+        Args:
+            name: what messages call it.
 
         Raises:
             KeptError: it is not there.
@@ -103,7 +105,7 @@ class Keeps:
         held = self._values.get(id)
         if held is None:
             unknown = "it was freed, or is on another engine, or on this one before it was started"
-            raise KeptError(gone(id, self._why.get(id, unknown)))
+            raise KeptError(gone(name or id, self._why.get(id, unknown)))
         for tensor in flat(held.value):
             if held.written is not None:
                 # It may have been made on another stream than the one that uses it.
@@ -124,10 +126,7 @@ class Keeps:
         handles: list[Any] = []
         for index, part in enumerate(held.value):
             if isinstance(part, Tensor | list | tuple | dict):
-                one = f"{id}.{index}"
-                size = self._hold(one, held.of, part, held.since)
-                like = (part.shape, part.dtype) if isinstance(part, Tensor) else ()
-                part = Kept(one, describe(part), size, *like)
+                part = self._hold(f"{id}.{index}", held.of, part, held.since)
             handles.append(part)
         return handles
 
@@ -158,11 +157,11 @@ class Keeps:
         ids = [id for id, held in self._values.items() if held.of == request]
         self.drop(ids, "the request that kept it failed or was aborted")
 
-    def list(self) -> list[tuple[str, int, float]]:
+    def held(self) -> list[tuple[str, int, float]]:
         """The id, bytes and age of each value."""
         return [(id, v.bytes, self._now - v.since) for id, v in self._values.items()]
 
-    def _hold(self, id: str, of: str, value: Any, since: float) -> int:
+    def _hold(self, id: str, of: str, value: Any, since: float) -> Kept:
         size = _size(value)
         written = None
         if self.device.type == "cuda":
@@ -170,7 +169,10 @@ class Keeps:
             written.record()
         self._values[id] = _Value(value, of, size, since, _versions(value), written)
         self.bytes += size
-        return size
+        shape, dtype = (value.shape, value.dtype) if isinstance(value, Tensor) else (None, None)
+        what = describe(value)
+        what = what if len(what) <= _WORDS else what[:_WORDS] + "..."
+        return Kept(id, what, size, shape, dtype)
 
 
 class Keeper:
@@ -206,10 +208,10 @@ class Keeper:
         self.made += [part.id for part in handles if type(part) is Kept]
         return handles
 
-    def get(self, id: str, copy: bool) -> Any:
+    def get(self, id: str, copy: bool, name: str = "") -> Any:
         """A kept value for the run. See `Keeps.get`."""
         self._used.append(id)
-        self.given.append(self._keeps.get(id, copy))
+        self.given.append(self._keeps.get(id, copy, name))
         return self.given[-1]
 
     def check(self) -> LateWriteError | None:

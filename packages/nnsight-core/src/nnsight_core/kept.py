@@ -42,8 +42,18 @@ class Kept:
         ...     logits = model.logits.save()
     """
 
-    __slots__ = ("__weakref__", "_home", "_lost", "_since", "bytes", "dtype", "id", "name")
-    __slots__ += ("shape", "what")
+    __slots__ = (
+        "__weakref__",
+        "_home",
+        "_lost",
+        "_since",
+        "bytes",
+        "dtype",
+        "id",
+        "name",
+        "shape",
+        "what",
+    )
 
     def __init__(
         self,
@@ -95,7 +105,7 @@ class Kept:
         parts = [p for a in given for p in (a if isinstance(a, list | tuple) else (a,))]
         handle = next((p for p in parts if isinstance(p, cls)), None)
         name = getattr(function, "__name__", "torch")
-        raise KeptError(f"`{name}` of " + (handle._told() if handle is not None else "a kept value."))
+        raise KeptError(f"`{name}` of {'a kept value' if handle is None else handle._told()}")
 
     def _told(self) -> str:
         return (

@@ -57,7 +57,7 @@ def _note_saves(node: ast.AST, saved: dict[str, set[int]]) -> None:
             names = [name]
         case ast.NamedExpr(target=ast.Name(id=name), value=call) if is_save(call):
             names = [name]
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=[]) as call if is_save(call):
+        case ast.Call(func=ast.Attribute(ast.Name(name)), args=[]) as call if is_save(call):
             names = [name]
         case ast.Call(args=[ast.Name(id=name), *_]) as call if is_save(node):
             names = [name]

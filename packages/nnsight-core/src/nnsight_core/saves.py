@@ -109,11 +109,13 @@ class Saves:
         homes = [*(self.made[key][0].value for key in seen), *self.shared.values()]
         seen.update(map(id, self.shared.values()))
         lost = [s[-1] for key, s in self.made.items() if s and key not in seen]
-        if not lost:
+        named = set(map(id, states.values()))
+        kept = [s for made in self.made.values() for s in made if s.handle is not None]
+        if not lost and not kept:
             return found, lost
         self._unpack(found, lost, scope, parts_of)
         held = {id(part) for home in homes for part in _parts(home)}
-        inside = {id(s.value): s.was for s in lost if s.handle is not None and id(s.value) in held}
+        inside = {id(s.value): s.was for s in kept if id(s) not in named and id(s.value) in held}
         if inside:
             made: dict[int, Any] = {}
             for name, value in found.items():
@@ -126,8 +128,9 @@ class Saves:
         home = set(map(id, states.values()))
         for name, state in states.items():
             lines = self._code.names.saved.get(name, ())
-            both = [s for s in self.made[id(scope[name])] if s.line in lines and s.handle is not None]
-            if state.handle is None and both and not any(id(s) in home for s in both):
+            made = [s for s in self.made[id(scope[name])] if s.line in lines]
+            kept = [id(s) for s in made if s.handle is not None]
+            if state.handle is None and kept and home.isdisjoint(kept):
                 self.clashes.append(name)
 
     def _unpack(
@@ -155,9 +158,7 @@ class Saves:
                 lost.remove(saved)
 
 
-def _with_handles(
-    value: Any, state: Any, handles: dict[int, Any], made: dict[int, Any]
-) -> Any:
+def _with_handles(value: Any, state: Any, handles: dict[int, Any], made: dict[int, Any]) -> Any:
     """A saved state in which handles stand for the parts that were kept.
 
     Args:
@@ -182,7 +183,8 @@ def _with_handles(
 
 
 def _part(value: Any, state: Any, handles: dict[int, Any], made: dict[int, Any]) -> Any:
-    return handles[id(value)] if id(value) in handles else _with_handles(value, state, handles, made)
+    handle = handles.get(id(value))
+    return _with_handles(value, state, handles, made) if handle is None else handle
 
 
 def _parts(value: Any) -> list[Any]:

@@ -99,9 +99,7 @@ def ended(run: Run, invoke: int, sequence: int = 0) -> Ended:
         saved.line for kept in run.saves.made.values() for saved in kept if id(saved) not in gone
     }
     lines = {
-        s.line: _UNBOUND if s.handle is None else _UNBOUND_KEPT
-        for s in lost
-        if s.line not in home
+        s.line: _UNBOUND if s.handle is None else _UNBOUND_KEPT for s in lost if s.line not in home
     }
     notes += [Noted(UnboundSaveWarning, text, filename, line) for line, text in lines.items()]
     error = run.error

@@ -116,7 +116,7 @@ class TorchBackend:
 
     def list_kept(self) -> list[tuple[str, int, float]]:
         self.keeps.tick(time.monotonic())
-        return self.keeps.list()
+        return self.keeps.held()
 
     # -- Rows ------------------------------------------------------------------------------------
 
@@ -148,12 +148,12 @@ class TorchBackend:
         """Give the run what earlier ones kept, and a place for what it keeps itself."""
         self.keeps.tick(time.monotonic())
         keeper = run.keeper = Keeper(self.keeps, str(next(self._requests)))
+        copy = run.code.snapshots
         for name, value in run.scope.items():
             handles = handles_in(value)
             if handles:
                 self.kept.check(handles)
-                copy = run.code.snapshots
-                run.scope[name] = with_handles(value, lambda h: keeper.get(h.id, copy))
+                run.scope[name] = with_handles(value, lambda h: keeper.get(h.id, copy, h.name))
 
     def _ended(self, run: Run, index: int) -> Ended:
         assert run.keeper is not None

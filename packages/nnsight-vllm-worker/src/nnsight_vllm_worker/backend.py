@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nnsight_core.backend import Ended, Event, Finished, Invoke
+from nnsight_core.kept import Kept, KeptValues
 from nnsight_core.sampling import normalise
 from nnsight_core.tree import ModelTree
 from nnsight_core.values import map_tensors
@@ -52,9 +53,11 @@ class LocalBackend:
         blobs: dict[str, Buffer] = {}
         refused: dict[int, BaseException] = {}
         index_of: dict[str, int] = {}
+        # What the blocks use has to stay, whatever becomes of the user's own names meanwhile.
+        handles: list[Kept] = []
         for index, invoke in enumerate(invokes):
             try:
-                request = self._request(engine.tree, invoke, blobs)
+                request = self._request(engine, invoke, blobs, handles)
             except Exception as error:
                 # With one invoke there is nothing that its error could take along.
                 if len(invokes) == 1 or isinstance(error, TypeError):
@@ -69,7 +72,10 @@ class LocalBackend:
             index = index_of[key]
             if isinstance(what, Frame):
                 known = known_errors(invokes[index])
-                yield self._placed(decode_event(read_message(what), what, index, known))
+                event = decode_event(read_message(what), what, index, known)
+                if isinstance(event, Ended):
+                    engine.kept.adopt(event.saves)
+                yield self._placed(event)
             elif isinstance(what, BaseException):
                 yield Finished(index, None, what)
             else:
@@ -77,6 +83,11 @@ class LocalBackend:
 
     def describe(self) -> ModelTree:
         return self._engine().tree
+
+    @property
+    def kept(self) -> KeptValues:
+        """What blocks kept on the engine."""
+        return self._engine().kept
 
     def close(self) -> None:
         """Nothing: the engine is the model's, and asking for it here could build one."""
@@ -86,10 +97,14 @@ class LocalBackend:
             event.saves = map_tensors(event.saves, lambda tensor: tensor.to(self._device))
         return event
 
-    def _request(self, tree: ModelTree, invoke: Invoke, blobs: dict[str, Buffer]) -> Request:
-        check_block(invoke, tree)
+    def _request(
+        self, engine: SyncEngine, invoke: Invoke, blobs: dict[str, Buffer], handles: list[Kept]
+    ) -> Request:
+        check_block(invoke, engine.tree)
         encoder = CodeEncoder(self._pickle, self._tokenizer())
         block = encode_block(invoke, encoder)
+        engine.kept.check(encoder.handles)
+        handles += encoder.handles
         blobs.update(encoder.blobs)
         return request_of(
             invoke.prompt, invoke.sampling, block, encoder.buffers, list(encoder.blobs)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nnsight_core.errors import EngineDeadError
+from nnsight_core.keeps import LIMIT, SECONDS
+from nnsight_core.kept import KeptValues
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import Buffer, Frame
@@ -21,6 +23,7 @@ from nnsight_vllm_worker.blobs import Ledger
 from nnsight_vllm_worker.channel import Receiver
 from nnsight_vllm_worker.convert import output_of
 from nnsight_vllm_worker.progress import Progress
+from nnsight_vllm_worker.requests import handles_of
 from nnsight_vllm_worker.settings import apply
 from nnsight_vllm_worker.submission import Request
 from nnsight_vllm_worker.vllm_ports import startup
@@ -38,6 +41,7 @@ class SyncEngine:
     Attributes:
         llm: vLLM's own object.
         tree: the model's tree, as its workers recorded it.
+        kept: what blocks left on it.
 
     Raises:
         EngineError: the engine cannot be built, with the root cause.
@@ -50,17 +54,26 @@ class SyncEngine:
         arguments: dict[str, Any],
         pickle: bool = True,
         block_timeout: float | None = BLOCK_TIMEOUT,
+        keep_bytes: int = LIMIT,
+        keep_seconds: float = SECONDS,
     ) -> None:
         chosen = apply(arguments)
         self._receiver = Receiver()
         weakref.finalize(self, self._receiver.close)
         self._ledger = Ledger()
+        self.kept = KeptValues(self)
         self._lock = threading.Lock()
         self._closed = False
         try:
             with startup.root_cause():
                 self.llm = startup.build_llm(model, chosen)
-                attaching = (self._receiver.address, pickle, block_timeout)
+                attaching = (
+                    self._receiver.address,
+                    pickle,
+                    block_timeout,
+                    keep_bytes,
+                    keep_seconds,
+                )
                 trees = self._rpc("nnsight_attach", *attaching)
         except BaseException:
             self._receiver.close()
@@ -81,14 +94,24 @@ class SyncEngine:
             EngineDeadError: the engine ended meanwhile.
         """
         with self._lock:
+            self.kept.flush()
             yield from _Batch(self, requests, blobs).run()
 
     def counts(self) -> dict[str, int]:
         """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
         return self._rpc("nnsight_counts")[0]
 
+    def let_go(self, ids: list[str], why: str) -> None:
+        """Let kept values go."""
+        self._rpc("nnsight_let_go", ids, why)
+
+    def list_kept(self) -> list[tuple[str, int, float]]:
+        """The id, bytes and age of each kept value."""
+        return self._rpc("nnsight_kept", time.monotonic())[0]
+
     def close(self) -> None:
         """End the engine and its processes."""
+        self.kept.close()
         if not self._closed:
             with contextlib.suppress(EngineDeadError):
                 self._rpc("nnsight_detach")
@@ -180,6 +203,8 @@ class _Batch:
                     self._drop(progress.key)
                 if said:
                     yield progress.key, frame
+            elif frame.header["kind"] == "ended":
+                self.engine.kept.disown(handles_of(frame))
             frame = receiver.take()
 
     def _drop(self, key: str) -> None:

@@ -21,6 +21,7 @@ import torch
 from nnsight_core.code import compile_block
 from nnsight_core.effects import effects_of
 from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
+from nnsight_core.keeps import Keeper, Keeps
 from nnsight_core.locations import RESULT
 from nnsight_core.lowering import Lowered, NotLowered
 from nnsight_core.node import Root
@@ -30,6 +31,7 @@ from nnsight_core.watch import Watch
 from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import code_of, decode_run, encode_ended
 from nnsight_core.wire.code import CodeDecoder
+from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Frame, read_frame
 from nnsight_core.wire.messages import (
     BlockMessage,
@@ -50,6 +52,8 @@ _MOST_KNOWN = 256
 """How many blocks are remembered as lowered or not."""
 EXTRA = "nnsight"
 """The entry of `extra_args` that holds a request's block."""
+SENT = "nnsight_sent"
+"""The entry that says when it was sent, by the clock of the engine's holder."""
 
 
 class Tracing:
@@ -74,6 +78,7 @@ class Tracing:
         pickle: bool,
     ) -> None:
         self.tables: Tables
+        self.keeps: Keeps
         self.requests: dict[str, Traced] = {}
         self.awaited: dict[tuple[str, int], Traced] = {}
         self.limit: float | None = None
@@ -125,6 +130,7 @@ class Tracing:
         traced = Traced(request, message.key, sequence, len(arrival.prompt), bare)
         bare.key = traced
         self.awaited[traced.key, sequence] = traced
+        self.keeps.tick(params.extra_args.get(SENT, 0.0))
         try:
             if arrival.cached:
                 raise EngineError(
@@ -159,6 +165,7 @@ class Tracing:
             traced.sent = True
             self.gone(traced.request)
             self._drop(traced.run)
+        self.keeps.drop_of(key)
 
     def end(self, run: Run) -> None:
         """A run has ended; what it brings home is sent when the step is over."""
@@ -194,7 +201,9 @@ class Tracing:
 
     def _send(self, traced: Traced) -> None:
         run = traced.run
+        keeper = run.keeper
         run.error = run.error or self._store.check(traced.blobs)
+        run.error = run.error or (keeper.check() if keeper is not None else None)
         try:
             frame = WATCHDOG.call(self.limit, self._encoded, traced)
         except BaseException as error:
@@ -204,6 +213,8 @@ class Tracing:
             run.saves.made.clear()
             run.saves.shared.clear()
             frame = self._encoded(traced)
+        if keeper is not None and keeper.made:
+            keeper.settle(handles_of(frame))
         traced.sent = True
         self.awaited.pop((traced.key, traced.sequence), None)
         if run.error is not None or not (traced.written or traced.table or run.recorders):
@@ -231,6 +242,7 @@ class Tracing:
     def _run(self, message: BlockMessage, frame: Frame, traced: Traced) -> Run:
         block = message.block
         code = code_of(block)
+        keeper = Keeper(self.keeps, traced.key, traced.sequence)
 
         def blob(digest: str, dtype: str, shape: list[int]) -> torch.Tensor:
             traced.blobs.append(digest)
@@ -242,11 +254,12 @@ class Tracing:
                 self._root,
                 blob=blob,
                 place=lambda tensor: tensor.to(self._store.device),
+                kept=lambda id, name: keeper.get(id, code.snapshots, name),
                 pickle=self._pickle,
                 extra=self._extra,
             )
             run = WATCHDOG.call(self.limit, decode_run, block, decoder, traced, self._extra)
-            run.limit = self.limit
+            run.limit, run.keeper = self.limit, keeper
         effects = effects_of(code, run.scope, self._tree)
         traced.wants = wants_of(effects, self._tree)
         if effects.writes_forward and self._tree.taps:
@@ -271,7 +284,8 @@ class Tracing:
         if found is None:
             asked = (run.code, run.scope, self._tree, traced.prompt, device)
             found = WATCHDOG.call(self.limit, lower_at_taps, *asked)
-            self._known[key] = found
+            if digest:  # else what the block takes along would stay, and nobody find it again
+                self._known[key] = found
             while len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
         if isinstance(found, NotLowered):
@@ -284,6 +298,7 @@ class Tracing:
         traced.alone = found.alone
         rest = Run(found.rest, run.scope, traced)
         rest.saves.shared, rest.limit, rest.reader = run.saves.shared, run.limit, True
+        rest.keeper = run.keeper
         return rest
 
     def _warned(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
@@ -300,6 +315,12 @@ class Tracing:
                 line=lineno,
             )
         )
+
+
+def handles_of(frame: Frame) -> list[str]:
+    """The ids of the handles that a message brings home."""
+    forms = tagged(*frame.header["saves"].values())
+    return [form["id"] for form in forms if form["$"] == "kept"]
 
 
 _BY_CONTENT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from nnsight_core.wire.frames import Buffer
 from nnsight_core.wire.messages import BlockData, BlockMessage
 from nnsight_vllm_worker.prompts import prompt_of, sampling_of
-from nnsight_vllm_worker.requests import EXTRA
+from nnsight_vllm_worker.requests import EXTRA, SENT
 from nnsight_vllm_worker.vllm_ports.scheduling import WHOLE
 
 
@@ -59,6 +60,7 @@ def request_of(
         message = BlockMessage(key=key, sequences=params.n, block=block)
         extra = dict(params.extra_args or {})
         extra[EXTRA] = message.frame(buffers).to_bytes()
+        extra[SENT] = time.monotonic()
         if whole:
             extra[WHOLE] = True
             # What it writes goes into keys and values that no other request may find in the cache.

@@ -91,6 +91,7 @@ def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str,
     """The run of a block that came over the wire."""
     code = code_of(data)
     scope = {**extra, **{name: decoder.decode(v) for name, v in data.names.items()}}
+    decoder.forget()
     scope.update(dict.fromkeys(data.targets, BLOCK_TRACER))
     run = Run(code, scope, key)
     run.reader = not data.whole
@@ -143,6 +144,7 @@ def decode_event(
         case EndedMessage():
             decoder = Decoder(frame.buffers)
             saves = {name: decoder.decode(v) for name, v in message.saves.items()}
+            decoder.forget()
             error = None
             if message.error is not None:
                 error = rebuild_error(message.error, frame.buffers, known)

@@ -125,7 +125,7 @@ class CodeEncoder(Encoder):
 
     def kept(self, handle: Kept) -> dict[str, Json]:
         self.handles.append(handle)
-        return {"$": "kept", "id": handle.id}
+        return {"$": "kept", "id": handle.id, "name": handle.name}
 
     def _pymodule(self, module: ModuleType) -> dict[str, Json]:
         return {"$": "pymodule", "name": module.__name__}
@@ -259,7 +259,7 @@ class CodeDecoder(Decoder):
         root: the root of the model's tree here.
         blob: gives the tensor of a content, on the engine's device.
         place: puts a tensor on the engine's device.
-        kept: gives the value of a handle.
+        kept: gives the value of a handle, by its id and the name that it came home under.
         pickle: whether cloudpickle is taken.
         extra: names that every function and block sees besides its own (`print`, `save`).
     """
@@ -271,7 +271,7 @@ class CodeDecoder(Decoder):
         *,
         blob: Callable[[str, str, list[int]], Tensor] | None = None,
         place: Callable[[Tensor], Tensor] | None = None,
-        kept: Callable[[str], Any] | None = None,
+        kept: Callable[[str, str], Any] | None = None,
         pickle: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> None:
@@ -328,7 +328,7 @@ class CodeDecoder(Decoder):
     def _kept(self, form: dict[str, Json]) -> Any:
         if self._value_of is None:
             raise ProtocolError("A kept value was named where none are.")
-        return self._value_of(str(form["id"]))
+        return self._value_of(str(form["id"]), str(form["name"]))
 
     def _run_source(self, form: dict[str, Json], name: str) -> Any:
         place = (form["filename"], form["line"], "<module>", form["lazy"])

@@ -273,6 +273,11 @@ class Decoder:
         finally:
             self._depth -= 1
 
+    def forget(self) -> None:
+        """Hold nothing that was decoded: a decoder lives on until Python looks for cycles."""
+        self._made.clear()
+        self._whole.clear()
+
     def _tagged(self, form: dict[str, Json]) -> Any:
         tag = form["$"]
         if tag == "ref":
