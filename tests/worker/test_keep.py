@@ -384,3 +384,17 @@ def test_a_kept_value_is_written_by_taps(compiled_gpt2: Any) -> None:
         assert "written by taps: line" in told and "a tensor of 96 added" in told
         assert tracer.result.ways == {"tables": 1}
     assert torch.equal(*logits)
+    del vector, last
+    gc.collect()
+    assert held(model) == 0  # a finished tracer holds no handle
+
+
+def test_what_is_kept_in_a_container_is_explained_without_it(compiled_gpt2: Any) -> None:
+    model = compiled_gpt2
+    with model.trace(PARIS, **ONE):
+        found = {"v": model.transformer.h[6].output[-1]}.keep()
+    with model.trace(ROME, **ONE) as tracer:
+        model.transformer.h[6].output += found["v"]
+        logits = model.logits.save()
+    assert "not written by taps: line" in str(model.explain(tracer)) and logits.shape[0] == 1
+    assert tracer.result.ways == {"tables": 1}
