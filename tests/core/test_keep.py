@@ -86,6 +86,22 @@ def test_keep_is_there_for_functions() -> None:
         nnsight_core.keep(X)
 
 
+def test_a_function_given_as_a_block_gives_handles_back() -> None:
+    def one(_: Any) -> Any:
+        return nnsight_core.keep(model.embed.output)
+
+    def several(_: Any) -> Any:
+        return {"of": [nnsight_core.keep(layer.output[0]) for layer in model.layers]}
+
+    kept = model.trace(X, fn=one).value
+    many = model.trace(X, fn=several).value
+    assert type(kept) is Kept and [type(h) for h in many["of"]] == [Kept] * 2
+    assert len(model.kept) == 3
+    with model.trace(X):
+        home = (kept * 1).save()
+    assert torch.equal(home, EMBED)
+
+
 @pytest.mark.parametrize(
     "use",
     [

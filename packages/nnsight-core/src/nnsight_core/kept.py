@@ -206,10 +206,14 @@ class KeptValues:
 
     # -- for backends ----------------------------------------------------------------------------
 
-    def adopt(self, saves: dict[str, Any]) -> None:
-        """Handles have come home: from now on, what they stand for ends with them."""
-        for name, value in saves.items():
-            for handle in handles_in(value):
+    def adopt(self, saves: dict[str, Any], value: Any = None) -> None:
+        """Handles have come home: from now on, what they stand for ends with them.
+
+        Args:
+            value: what a function given as `fn=` gave back.
+        """
+        for name, part in {"value": value, **saves}.items():
+            for handle in handles_in(part):
                 if handle._home is None:
                     handle._home, handle.name = self, name
                     self._handles[handle.id] = handle
@@ -234,13 +238,14 @@ class KeptValues:
             if why:
                 raise KeptError(gone(handle.name or handle.id, why))
 
+    def ended(self) -> list[str]:
+        """The ids that handles stood for which have ended; each is given once."""
+        with self._lock:
+            return [self._ended.popleft() for _ in range(len(self._ended))]
+
     def flush(self) -> None:
         """Let go what the handles that have ended stood for."""
-        with self._lock:
-            ids = []
-            while self._ended:
-                ids.append(self._ended.popleft())
-        self._let_go(ids, "its handle was freed")
+        self._let_go(self.ended(), "its handle was freed")
 
     def close(self) -> None:
         """The engine has ended, and what was on it."""

@@ -100,8 +100,10 @@ class Saves:
             # Of an object that was saved again after it had changed, a name gets its own state.
             mine = [s for s in saved if lines is not None and s.line in lines]
             mine = mine or saved
-            # What is both comes home as the value, which can be used anywhere.
-            states[name] = ([s for s in mine if s.handle is None] or mine)[-1]
+            # What is both comes home as the value, which can be used anywhere; but what a function
+            # given as `fn=` gives back is saved without its asking.
+            asked = not name.startswith("__nnsight")
+            states[name] = ([s for s in mine if (s.handle is None) == asked] or mine)[-1]
             found[name] = states[name].was
             seen.add(id(value))
         self._clash(scope, states)

@@ -160,7 +160,7 @@ class TorchBackend:
         run.error = run.error or run.keeper.check()
         event = _compact(ended(run, index))
         run.keeper.settle(handle.id for handle in handles_in([event.saves, event.value]))
-        self.kept.adopt(event.saves)
+        self.kept.adopt(event.saves, event.value)
         return event
 
     def _run(self, invoke: Invoke, run: Run | None) -> RequestOutput | None:

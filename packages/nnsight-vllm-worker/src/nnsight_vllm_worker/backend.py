@@ -74,7 +74,7 @@ class LocalBackend:
                 known = known_errors(invokes[index])
                 event = decode_event(read_message(what), what, index, known)
                 if isinstance(event, Ended):
-                    engine.kept.adopt(event.saves)
+                    engine.kept.adopt(event.saves, event.value)
                 yield self._placed(event)
             elif isinstance(what, BaseException):
                 yield Finished(index, None, what)
