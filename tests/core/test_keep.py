@@ -229,6 +229,10 @@ def test_a_handle_ends_with_the_users_name_even_in_a_function() -> None:
         assert len(model.kept) == 1 and torch.equal(more, again)
         handles.clear()
         assert len(model.kept) == 0
+        with model.trace(X):
+            hidden = model.embed.output.keep()
+        del hidden
+        assert len(model.kept) == 0
     finally:
         gc.enable()
 
