@@ -201,7 +201,9 @@ def test_what_cannot_be_is_refused_with_what_to_do_instead(name: str, instead: s
 
 def test_what_is_not_there_yet_is_said_to_be_so() -> None:
     with pytest.raises(LocationError, match="not there yet"):
-        model.edit
+        model.std
+    with pytest.raises(NotSupportedError, match="TorchBackend has no edits"):
+        model.edit()
 
 
 def test_a_finished_trace_keeps_no_run_alive() -> None:

@@ -35,7 +35,7 @@ def test_a_block_takes_its_own_buffers_along_and_no_others():
     trace = trace_of(message.frame([b"one", b"two", b"six"]))
     first, second = (carried(request) for request in trace.requests)
     assert first == (
-        BlockMessage(key=trace.requests[0].key, block=message.blocks[0]),
+        BlockMessage(block=message.blocks[0]),
         [b"one", b"", b""],
     )
     assert second[1] == [b"", b"", b"six"]
@@ -51,7 +51,7 @@ def test_contents_go_apart_from_the_blocks_that_name_them():
     )
     trace = trace_of(message.frame([CONTENT]))
     assert {name: bytes(data) for name, data in trace.blobs.items()} == {digest: CONTENT}
-    assert [request.blobs for request in trace.requests] == [[digest], []]
+    assert [request.blobs for request in trace.requests] == [(digest,), ()]
     assert [request.traced for request in trace.requests] == [True, False]
     assert carried(trace.requests[0])[1] == [b""]
 

@@ -7,9 +7,7 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from nnsight_core.backend import Backend
 from nnsight_core.model import Model
-from nnsight_core.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from nnsight_client.servers import Servers
@@ -75,19 +73,6 @@ class VLLM(Model):
 
         return AutoTokenizer.from_pretrained(self._engine_args.get("tokenizer") or self._repo)
 
-    def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
-        """Plain generation by vLLM, for one prompt or a list of them.
-
-        Takes `serve=` and `api_key=` as a trace does.
-
-        Example:
-            >>> model.generate(["Hello", "Bye"], max_tokens=5)[0].outputs[0].text
-        """
-        backend = self._backend_for(sampling)
-        if self._local is not None and backend is self._local._backend:
-            return self._local.generate(prompts, **sampling)
-        return self._generate(backend, prompts, sampling)
-
     def close(self) -> None:
         """Close the connections, and end the engine if one was built here."""
         if "_servers" in vars(self):
@@ -95,7 +80,21 @@ class VLLM(Model):
         if self._local is not None:
             self._local.close()
 
-    def _backend_for(self, arguments: dict[str, Any]) -> Backend:
+    async def aclose(self) -> None:
+        """As `close`, for an engine that was built here in `mode="async"`."""
+        if self._local is not None:
+            await self._local.aclose()
+        else:
+            self.close()
+
+    def _generate(
+        self, backend: Any, prompts: Any, sampling: dict[str, Any], use_tqdm: bool | None
+    ) -> Any:
+        if self._local is not None and backend is self._local._backend:
+            return self._local._generate(backend, prompts, sampling, use_tqdm)
+        return super()._generate(backend, prompts, sampling, use_tqdm)
+
+    def _backend_for(self, arguments: dict[str, Any]) -> Any:
         serve = arguments.pop("serve", None)
         api_key = arguments.pop("api_key", None)
         if serve is None and self._local is not None:

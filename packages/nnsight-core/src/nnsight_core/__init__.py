@@ -4,12 +4,28 @@ Needs no GPU and no vLLM. Backends subclass `Model` and implement `Backend`; `To
 that ships with it.
 """
 
-from nnsight_core.backend import Backend, Ended, Event, Finished, Invoke, Noted, Printed
+from nnsight_core.backend import (
+    AsyncBackend,
+    Backend,
+    EditBackend,
+    EditInfo,
+    EditSpec,
+    Ended,
+    Event,
+    Finished,
+    Invoke,
+    Noted,
+    Printed,
+    Saved,
+    Went,
+)
 from nnsight_core.cache import Cache
+from nnsight_core.edits import Edit
 from nnsight_core.errors import (
     BlockError,
     BlockTimeout,
     CaptureError,
+    EditErrorWarning,
     EncodeError,
     EngineDeadError,
     EngineError,
@@ -39,12 +55,18 @@ from nnsight_core.tracer import Tracer
 from nnsight_core.tree import ModelTree, ModuleInfo, TensorInfo
 
 __all__ = [
+    "AsyncBackend",
     "Backend",
     "BlockError",
     "BlockTimeout",
     "Cache",
     "CaptureError",
     "CompletionOutput",
+    "Edit",
+    "EditBackend",
+    "EditErrorWarning",
+    "EditInfo",
+    "EditSpec",
     "EncodeError",
     "Ended",
     "EngineDeadError",
@@ -75,11 +97,13 @@ __all__ = [
     "Printed",
     "ProtocolError",
     "RequestOutput",
+    "Saved",
     "StepError",
     "TensorInfo",
     "TorchModel",
     "Tracer",
     "UnboundSaveWarning",
+    "Went",
     "WriteError",
     "keep",
     "save",

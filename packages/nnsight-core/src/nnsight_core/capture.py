@@ -46,6 +46,12 @@ class Block:
     target: ast.expr | None = None
     shared: list[str] = field(default_factory=list)
 
+    def sign(self) -> tuple[Any, ...]:
+        """What tells the block from any other while both are held, but for the tracer's names."""
+        own = self.target.id if isinstance(self.target, ast.Name) else ""
+        held = [id(value) for name, value in self.names.items() if name != own]
+        return (id(self.code), own, *held, *self.shared)
+
 
 def capture(frame: FrameType) -> Block:
     """Capture the body of the `with` statement that `frame` is entering.

@@ -18,7 +18,7 @@ from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.code import PURE_CALLS, PURE_METHODS, Code
 from nnsight_core.errors import LocationError
 from nnsight_core.node import Node, Operation, Source
-from nnsight_core.tracer import InvokeContext, Tracer
+from nnsight_core.tracer import Captured
 from nnsight_core.tree import ModelTree
 
 FIRST, LOOP, AFTER = 0, 1, 2
@@ -222,7 +222,7 @@ def _of_value(value: Any) -> _Thing:
         return _Node(value._path)
     if isinstance(value, Source):
         return _Source(value._path)
-    if isinstance(value, Tracer | InvokeContext | BlockTracer):
+    if isinstance(value, Captured | BlockTracer):
         return _Tracer()
     if isinstance(value, list | tuple) and value and all(isinstance(v, Node) for v in value):
         return _Many(_common([v._path for v in value]))

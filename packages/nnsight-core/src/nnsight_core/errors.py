@@ -21,6 +21,7 @@ NNsightError
     └── EngineDeadError                 the engine ended while it was needed
 
 NNsightWarning (UserWarning)
+├── EditErrorWarning                    an edit raised, and a request went on without it
 ├── LoopOverrunWarning                  a loop asked for more steps than the request made
 └── UnboundSaveWarning                  a saved value that no name holds
 ```
@@ -111,6 +112,10 @@ class EngineDeadError(EngineError):
 
 class NNsightWarning(UserWarning):
     """Base of every warning of ours."""
+
+
+class EditErrorWarning(NNsightWarning):
+    """An edit raised in a request, which went on without it; the error is in `output.errors`."""
 
 
 class LoopOverrunWarning(NNsightWarning):

@@ -147,7 +147,8 @@ class Interleaver:
         if self.skips:
             for run, replacement in self.skips.pop(location, ()):
                 self._put_skip(run, location, value, replacement)
-        for run in self.waiting.pop(location, ()):
+        runs = self.waiting.pop(location, ())
+        for run in runs if len(runs) < 2 else sorted(runs, key=_rank):
             value = self._serve(run, location, value)
         for observer in self.observers.get(location, ()):
             value = observer.see(location, value)
@@ -298,3 +299,7 @@ class Interleaver:
                 runs.remove(run)
                 if not runs:
                     del self.waiting[location]
+
+
+def _rank(run: Run) -> int:
+    return run.rank

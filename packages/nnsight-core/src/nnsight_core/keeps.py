@@ -180,24 +180,24 @@ class Keeper:
 
     Args:
         of: the request of the run.
-        sequence: which of the request's sequences it is.
+        place: tells the runs of a request apart.
 
     Attributes:
         made: the ids of what the run kept.
         given: the kept values that it got.
     """
 
-    def __init__(self, keeps: Keeps, of: str, sequence: int = 0) -> None:
+    def __init__(self, keeps: Keeps, of: str, place: str | int = 0) -> None:
         self.made: list[str] = []
         self.given: list[Any] = []
         self._used: list[str] = []
         self._keeps = keeps
         self._of = of
-        self._sequence = sequence
+        self._place = place
 
     def keep(self, value: Any) -> Kept:
         """Keep a copy of a value. See `Keeps.put`."""
-        name = f"{self._of}.{self._sequence}.{len(self.made)}"
+        name = f"{self._of}.{self._place}.{len(self.made)}"
         handle = self._keeps.put(name, self._of, value)
         self.made.append(name)
         return handle

@@ -206,6 +206,10 @@ class KeptValues:
 
     # -- for backends ----------------------------------------------------------------------------
 
+    def handles(self) -> list[Kept]:
+        """The handles that are there and stand for something."""
+        return [handle for handle in list(self._handles.values()) if not handle._lost]
+
     def adopt(self, saves: dict[str, Any], value: Any = None) -> None:
         """Handles have come home: from now on, what they stand for ends with them.
 

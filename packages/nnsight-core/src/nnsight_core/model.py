@@ -5,17 +5,19 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
-from nnsight_core.backend import Backend, Invoke
+from nnsight_core.backend import AsyncBackend, Backend, EditBackend, EditInfo, Invoke
+from nnsight_core.edits import EditContext, check_edit
 from nnsight_core.errors import EngineError, LocationError, NotSupportedError
 from nnsight_core.explain import Explanation, Read, explain, read_invoke, refuse_untapped
 from nnsight_core.kept import KeptValues
 from nnsight_core.node import Places, Root
 from nnsight_core.outcome import reraise
 from nnsight_core.outputs import RequestOutput
-from nnsight_core.tracer import NO_PROMPT, Tracer
+from nnsight_core.progress import Bar
+from nnsight_core.tracer import NO_PROMPT, Tracer, check_edits
 from nnsight_core.tree import ModelTree
 
-_NOT_YET = ("chat", "clear_edits", "edit", "edits", "std")
+_NOT_YET = ("std",)
 _INSTEAD = {
     "scan": "the shapes of every location are in `model.tree` (`print(model)`), without running it",
     "session": "open one trace after the other: what the first has saved, the second can use",
@@ -32,15 +34,23 @@ class Model(Root):
     which chooses the backend of one trace from its keyword arguments.
     """
 
-    _backend: Backend | None
+    _backend: Backend | AsyncBackend | None
 
-    def __init__(self, places: Places | None = None, backend: Backend | None = None) -> None:
+    def __init__(
+        self, places: Places | None = None, backend: Backend | AsyncBackend | None = None
+    ) -> None:
         super().__init__(places or Places(), "")
         object.__setattr__(self, "_backend", backend)
         self._places.learn = lambda: self.tree
 
     def trace(
-        self, prompt: Any = NO_PROMPT, *, fn: Any = None, only_taps: bool = False, **sampling: Any
+        self,
+        prompt: Any = NO_PROMPT,
+        *,
+        fn: Any = None,
+        only_taps: bool = False,
+        edits: list[str] | None = None,
+        **sampling: Any,
     ) -> Tracer:
         """Run the body of a `with` statement inside the model's forward pass.
 
@@ -53,6 +63,8 @@ class Model(Root):
                 called with the tracer; the trace runs at once and gives back the finished tracer,
                 whose `value` is what the function returned.
             only_taps: refuse blocks that would run a step eagerly, before anything runs.
+            edits: names of the installed edits that run besides; None for all of them. Edits
+                without a name always run.
             **sampling: sampling arguments (`temperature`, `max_tokens`, ...) for every prompt.
 
         Raises:
@@ -65,13 +77,82 @@ class Model(Root):
             ...     hidden = model.transformer.h[6].output.save()
         """
         backend = self._backend_for(sampling)
-        tracer = Tracer(self, backend, prompt, sampling, only_taps)
+        tracer = Tracer(self, backend, prompt, sampling, only_taps, edits)
         if fn is not None:
             if prompt is NO_PROMPT:
                 raise ValueError("A trace with `fn=` needs a prompt.")
-            tracer._invokes.append(Invoke(prompt, sampling, None, fn))
+            tracer._invokes.append(Invoke(prompt, sampling, None, fn, tracer._edits))
             reraise(tracer._run())
         return tracer
+
+    def edit(
+        self,
+        name: str | None = None,
+        *,
+        fn: Any = None,
+        share: float = 1.0,
+        ttl: float | None = None,
+        only_taps: bool = False,
+        inplace: bool = True,
+        **where: Any,
+    ) -> Any:
+        """Install the body of a `with` statement on the engine, for every request from then on.
+
+        Each request runs its own copy, before the block that it may bring itself. What it saves is
+        in the request's `output.saves`, what it raises in `output.errors`.
+
+        Args:
+            name: what `edits=` of a trace or a generation chooses it by. Several edits may have
+                one name; one without a name always runs.
+            fn: a function to install instead of a body; the edit is given back at once.
+            share: which part of the requests it runs in, chosen by the request's id.
+            ttl: seconds after which it is cleared.
+            only_taps: refuse a body that would run steps eagerly.
+
+        Raises:
+            CaptureError: the body cannot be captured.
+            NotSupportedError: this backend has no edits.
+
+        Example:
+            >>> with model.edit("steer", share=0.1) as (tracer, edit):
+            ...     for step in tracer.all():
+            ...         model.transformer.h[6].output[:] += vector
+        """
+        check_edit(name, share, ttl, inplace)
+        backend = self._edit_backend(where)
+        if where:
+            raise TypeError(f"Unknown argument {next(iter(where))!r} of an edit.")
+        context = EditContext(self, backend, name, share, ttl, only_taps)
+        return context if fn is None else context.install(fn)
+
+    @property
+    def edits(self) -> list[EditInfo]:
+        """The edits that are installed, in the order of their installation."""
+        return self._edit_backend({}).edits()
+
+    def clear_edits(self) -> None:
+        """Clear all edits; requests that have begun with them end with them."""
+        backend = self._edit_backend({})
+        if isinstance(backend, AsyncBackend):
+            raise NotSupportedError("This model is in mode='async': `await model.aclear_edits()`.")
+        backend.clear(None)
+
+    async def aclear_edits(self) -> None:
+        """As `clear_edits`, for a model in `mode="async"`."""
+        backend = self._edit_backend({})
+        if isinstance(backend, AsyncBackend):
+            await backend.clear(None)
+        else:
+            backend.clear(None)
+
+    def _edit_backend(self, where: dict[str, Any]) -> Any:
+        backend = self._backend_for(where)
+        if not isinstance(backend, EditBackend | AsyncBackend):
+            raise NotSupportedError(
+                f"A {type(backend).__name__} has no edits: they are installed on an engine that "
+                "serves requests. Put the block into each trace."
+            )
+        return backend
 
     @property
     def tree(self) -> ModelTree:
@@ -107,31 +188,110 @@ class Model(Root):
         found = [explain(text, self.tree) for text in tracer._texts]
         return found[0] if len(found) == 1 else found
 
-    def _read(self, invokes: list[Invoke], backend: Backend, only_taps: bool) -> list[Read | None]:
+    def _read(self, invokes: list[Invoke], backend: Any, only_taps: bool) -> list[Read | None]:
         """The texts of the invokes' blocks, refused if they leave the taps and must not."""
-        texts = [read_invoke(invoke) for invoke in invokes]
+        known: dict[Any, Read | None] = {}
+        texts: list[Read | None] = []
+        for invoke in invokes:
+            sign = invoke.sign()
+            if sign not in known:
+                known[sign] = read_invoke(invoke)
+            texts.append(known[sign])
         if only_taps:
             tree = self._places.tree
             if tree is None or tree.provisional or backend is not self._backend_for({}):
-                tree = backend.describe()  # only an engine that runs knows its taps
+                tree = self._described(backend)  # only an engine that runs knows its taps
             refuse_untapped(texts, tree)
         return texts
 
     def close(self) -> None:
         """End the engine, if this model started one."""
+        if isinstance(self._backend, AsyncBackend):
+            raise NotSupportedError("This model is in mode='async': `await model.aclose()`.")
         if self._backend is not None:
             self._backend.close()
 
+    def generate(self, prompts: Any, *, use_tqdm: bool | None = None, **sampling: Any) -> Any:
+        """Plain generation, for one prompt or a list of them; the installed edits run in it.
+
+        Args:
+            prompts: one prompt in any form that the backend takes, or a list of them.
+            use_tqdm: whether a progress bar is shown; by default for more than one prompt.
+            **sampling: sampling arguments, and what a trace takes besides (`edits=`, `serve=`).
+
+        Returns:
+            A list of `RequestOutput`, in the order of the prompts; with `mode="async"` what is
+            awaited for it.
+
+        Example:
+            >>> model.generate(["Hello", "Bye"], max_tokens=5)[0].outputs[0].text
+        """
+        return self._generate(self._backend_for(sampling), prompts, sampling, use_tqdm)
+
+    def chat(
+        self,
+        messages: list[Any],
+        *,
+        tools: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        use_tqdm: bool | None = None,
+        **sampling: Any,
+    ) -> Any:
+        """As `generate`, for one conversation or a list of them.
+
+        The conversation becomes a prompt by the chat template of the model's tokenizer.
+
+        Args:
+            messages: dicts of `role` and `content`; or a list of such lists.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, and none was given.
+
+        Example:
+            >>> model.chat([{"role": "user", "content": "Hello!"}], max_tokens=20)
+        """
+        backend = self._backend_for(sampling)
+        several = bool(messages) and isinstance(messages[0], list | tuple)
+        prompts = [
+            {
+                "prompt_token_ids": self.tokenizer.apply_chat_template(
+                    conversation,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    tokenize=True,
+                    return_dict=True,
+                    **(chat_template_kwargs or {}),
+                )["input_ids"]
+            }
+            for conversation in (messages if several else [messages])
+        ]
+        return self._generate(backend, prompts, sampling, use_tqdm)
+
     def _generate(
-        self, backend: Backend, prompts: Any, sampling: dict[str, Any]
-    ) -> list[RequestOutput]:
+        self, backend: Any, prompts: Any, sampling: dict[str, Any], use_tqdm: bool | None
+    ) -> Any:
         """Plain generation through a backend: invokes without blocks."""
+        edits = check_edits(sampling.pop("edits", None))
         tracer = Tracer(self, backend, NO_PROMPT, sampling)
-        tracer._invokes = [Invoke(prompt, sampling) for prompt in prompts_of(prompts)]
+        tracer._invokes = [Invoke(p, sampling, edits=edits) for p in prompts_of(prompts)]
+        if use_tqdm is None:
+            use_tqdm = len(tracer._invokes) > 1
+        tracer._bar = Bar(len(tracer._invokes)) if use_tqdm else None
         reraise(tracer._run())
+        if isinstance(backend, AsyncBackend):
+            return _outputs_of(tracer)
         return [output for output in tracer.outputs if output is not None]
 
-    def _backend_for(self, arguments: dict[str, Any]) -> Backend:
+    def _described(self, backend: Any) -> ModelTree:
+        """The tree of the engine behind a backend."""
+        return backend.describe()
+
+    def _backend_for(self, arguments: dict[str, Any]) -> Any:
         """The backend of one trace; takes out of `arguments` what only chooses it."""
         if self._backend is None:
             raise EngineError("This model has no backend.")
@@ -166,6 +326,11 @@ class Model(Root):
 
     def __str__(self) -> str:
         return str(self.tree)
+
+
+async def _outputs_of(tracer: Tracer) -> list[RequestOutput]:
+    await tracer.backend
+    return [output for output in tracer.outputs if output is not None]
 
 
 def prompts_of(prompts: Any) -> list[Any]:

@@ -7,44 +7,106 @@ import warnings
 from collections import Counter
 from typing import Any
 
-from nnsight_core.backend import Ended, Event, Finished, Invoke, Noted, Printed
-from nnsight_core.errors import BlockError
+from nnsight_core.backend import Ended, Event, Finished, Invoke, Noted, Printed, Saved, Went
+from nnsight_core.errors import BlockError, EditErrorWarning
 from nnsight_core.outputs import LateResult, RequestOutput
 from nnsight_core.shared import merge, put_into
 from nnsight_core.wire.tracebacks import FrameRecord, traceback_of
 
 
 class Outcome:
-    """What became of one invoke."""
+    """What became of one invoke.
+
+    Attributes:
+        output: the newest output.
+        finished: whether it is the last one.
+        sequences: how the invoke's own block ended, by sequence.
+        edits: the same of each edit's block, by the edit's id.
+        errors: what is to be raised.
+    """
 
     def __init__(self, index: int, invoke: Invoke) -> None:
         self.index = index
+        self.invoke = invoke
         self.function = invoke.block.code.function if invoke.block is not None else "fn"
         self.output: RequestOutput | None = None
+        self.finished = False
+        self.count = invoke.sampling.get("n") or 1
         self.sequences: dict[int, Ended] = {}
+        self.edits: dict[str, dict[int, Ended]] = {}
         self.errors: list[BaseException] = []
-        self._line = ""
+        self._told: dict[tuple[str, int], dict[str, Any]] = {}
+        self._new: dict[int, dict[str, Any]] = {}
+        self._lines: dict[str, str] = {}
 
     def take(self, event: Event) -> None:
         match event:
             case Printed():
-                *lines, self._line = (self._line + event.text).split("\n")
+                *lines, rest = (self._lines.get(event.edit, "") + event.text).split("\n")
+                self._lines[event.edit] = rest
                 for line in lines:
-                    self._write(line)
+                    self._write(line, event.edit)
+            case Saved():
+                self._tell(event)
             case Ended():
-                self.sequences[event.sequence] = event
-                self._add(event.error, f"Raised in the block of invoke {self.index}.")
+                event.saves = self._tell(event)
+                if not event.edit:
+                    self.sequences[event.sequence] = event
+                    self._add(event.error, f"Raised in the block of invoke {self.index}.")
+                    return
+                self.edits.setdefault(event.edit, {})[event.sequence] = event
+                if event.error is not None:
+                    where = f"Raised in the edit {event.edit}, in invoke {self.index}."
+                    _note(event.error, where)
+            case Went():
+                self._put(event.output)
             case Finished():
-                self.output = event.output
-                self._count_ways()
+                self.finished = True
+                if event.output is not None:
+                    self._put(event.output)
+                    self._count_ways()
                 self._add(event.error, f"Raised for invoke {self.index}, outside its block.")
+
+    def _tell(self, event: Saved | Ended) -> dict[str, Any]:
+        """Put what is new to what was told before."""
+        saves = self._told.setdefault((event.edit, event.sequence), {})
+        new = self._new.setdefault(event.sequence, {})
+        for name, value in event.saves.items():
+            saves[name] = new[name] = value
+        for name, added in event.more.items():
+            grown = saves[name]
+            if isinstance(grown, list):
+                grown.extend(added)
+            else:
+                grown.update(added)
+            seen = new.get(name)
+            if seen is None:
+                new[name] = added
+            elif seen is not grown and isinstance(seen, list):
+                seen.extend(added)
+            elif seen is not grown:
+                seen.update(added)
+        for name in event.gone:
+            saves.pop(name, None)
+        return saves
+
+    def _put(self, output: RequestOutput) -> None:
+        """Take an output, with what is saved by now."""
+        self.output = output
+        output.saves = self.all_names()
+        new = {index: names for index, names in self._new.items() if names}
+        output.new_saves = self._by_sequence(new)
+        self._new = {}
+        ended = [by_sequence[i] for by_sequence in self.edits.values() for i in sorted(by_sequence)]
+        output.errors = [e.error for e in ended if e.error is not None]
 
     def _count_ways(self) -> None:
         """Say of the output how its steps ran; those that nobody looked at ran plain."""
-        if self.output is None or not self.sequences:
+        every = self.sequences or max(self.edits.values(), key=_slowest, default={})
+        if self.output is None or not every:
             return
         ways: Counter[str] = Counter()
-        for ended in self.sequences.values():
+        for ended in every.values():
             ways.update(ended.ways)
         steps = sum(len(sequence.token_ids) for sequence in self.output.outputs)
         ways["plain"] += max(steps - ways.total(), 0)
@@ -52,44 +114,64 @@ class Outcome:
 
     def show(self) -> None:
         """Issue the warnings of the blocks; one that the user's filters make an error is one."""
-        if self._line:
-            self._write(self._line)
-            self._line = ""
-        for _, ended in sorted(self.sequences.items()):
-            for note in ended.warnings:
-                place = (note.filename, note.line)
-                try:
-                    warnings.warn_explicit(_warning(note), None, *place)  # type: ignore[arg-type]
-                except Exception as error:
-                    error.__context__ = None
-                    function = self.function
-                    frame = FrameRecord(filename=place[0], line=place[1], function=function)
-                    error = error.with_traceback(traceback_of([frame]))
-                    self._add(error, f"Issued in the block of invoke {self.index}.")
+        for edit, line in self._lines.items():
+            if line:
+                self._write(line, edit)
+        self._lines.clear()
+        for edit, sequences in {"": self.sequences, **self.edits}.items():
+            for _, ended in sorted(sequences.items()):
+                for note in ended.warnings:
+                    self._warn(note)
+                if edit and ended.error is not None:
+                    self._warn_of(edit, ended.error)
+
+    def _warn(self, note: Noted) -> None:
+        place = (note.filename, note.line)
+        try:
+            warnings.warn_explicit(_warning(note), None, *place)  # type: ignore[arg-type]
+        except Exception as error:
+            error.__context__ = None
+            frame = FrameRecord(filename=place[0], line=place[1], function=self.function)
+            error = error.with_traceback(traceback_of([frame]))
+            self._add(error, f"Issued in the block of invoke {self.index}.")
+
+    def _warn_of(self, edit: str, error: BaseException) -> None:
+        text = f"The edit {edit} raised {type(error).__name__}: {error} (in `output.errors`)"
+        try:
+            warnings.warn_explicit(f"{text}.", EditErrorWarning, "<edit>", 1, registry={})
+        except EditErrorWarning as raised:
+            self.errors.append(raised)
 
     def _add(self, error: BaseException | None, note: str) -> None:
         if error is not None:
-            # Not `add_note`, which sets an attribute: a class may forbid that.
-            vars(error).setdefault("__notes__", []).append(note)
+            _note(error, note)
             self.errors.append(error)
 
-    def _write(self, line: str) -> None:
-        sys.stdout.write(f"[invoke {self.index}] {line}\n")
+    def _write(self, line: str, edit: str) -> None:
+        of_edit = f", edit {edit}" if edit else ""
+        sys.stdout.write(f"[invoke {self.index}{of_edit}] {line}\n")
 
-    def names(self) -> dict[str, Any]:
+    def names(self, edit: str = "") -> dict[str, Any]:
         """The saved values by name: of one sequence the value, of several the list of them."""
-        count = max(self.sequences, default=-1) + 1
-        if count <= 1:
-            saves = self.sequences[0].saves if count else {}
-            return {name: self._late(value) for name, value in saves.items()}
-        ended = [self.sequences[i] for i in sorted(self.sequences)]
-        names = dict.fromkeys(name for e in ended for name in e.saves)
-        every = [self.sequences[i].saves if i in self.sequences else {} for i in range(count)]
+        told = {index: saves for (of, index), saves in self._told.items() if of == edit}
+        return self._by_sequence(told)
+
+    def _by_sequence(self, held: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        if self.count == 1:
+            return {name: self._late(value) for name, value in held.get(0, {}).items()}
+        names = dict.fromkeys(name for i in sorted(held) for name in held[i])
+        every = [held.get(i, {}) for i in range(self.count)]
         return {name: self._of_sequences([saves.get(name) for saves in every]) for name in names}
+
+    def all_names(self) -> dict[str, Any]:
+        """The saved values of edits, and over them those of the invoke's own block."""
+        edits = sorted({edit for edit, _ in self._told if edit}, key=number_of)
+        names = [self.names(edit) for edit in (*edits, "")]
+        return {name: value for found in names for name, value in found.items()}
 
     def _of_sequences(self, values: list[Any]) -> Any:
         # The finished output holds every sequence, so there is one of it.
-        if all(isinstance(value, LateResult) for value in values):
+        if self.finished and all(isinstance(value, LateResult) for value in values):
             return self.output
         return [self._late(value) for value in values]
 
@@ -101,6 +183,8 @@ class Outcome:
 
         Lists and dicts are changed as they are, so that one under two names stays one.
         """
+        if not self.finished:
+            return value
         if isinstance(value, LateResult):
             return self.output
         kind = type(value)
@@ -123,6 +207,23 @@ class Outcome:
 
 
 _MAY_BE_LATE = (LateResult, list, tuple, dict)
+
+
+def _note(error: BaseException, text: str) -> None:
+    # Not `add_note`, which sets an attribute: a class may forbid that.
+    vars(error).setdefault("__notes__", []).append(text)
+
+
+def _slowest(sequences: dict[int, Ended]) -> int:
+    """How slow the slowest way is in which steps ran."""
+    ways = ("plain", "tables", "deferred", "after", "interleaved", "eager")
+    return max(ways.index(way) for ended in sequences.values() for way in (*ended.ways, "plain"))
+
+
+def number_of(edit: str) -> int:
+    """The place of an edit among those that were installed, by its id (`name#number`)."""
+    number = edit.rpartition("#")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def one_or_all(values: list[Any]) -> Any:

@@ -58,8 +58,13 @@ class RequestOutput(_Data, Sparse):
     """One request's prompt and its generated sequences.
 
     Attributes:
-        ways: how many steps of all sequences ran in which way (`plain`, `deferred`, `after`,
-            `interleaved`, `eager`; the page on speed says what each is).
+        ways: how many steps of all sequences ran in which way (`plain`, `tables`, `deferred`,
+            `after`, `interleaved`, `eager`; the page on speed says what each is).
+        saves: what blocks have saved by now, by name: those of edits in the order in which these
+            were installed, and over them the trace's own. With `n > 1` each is a list of n.
+        new_saves: where outputs are streamed, what has come since the one before: the value of a
+            name that was saved, and of a list or dict that grew what was added.
+        errors: what edits raised in this request, which went on without them.
 
     Example:
         >>> with model.trace("Hello", max_tokens=3) as tracer:
@@ -76,6 +81,16 @@ class RequestOutput(_Data, Sparse):
     outputs: list[CompletionOutput] = Field(default_factory=list)
     finished: bool = False
     ways: dict[str, int] = Field(default_factory=dict)
+    # These come beside the output, as typed values, and never in it.
+    saves: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
+    new_saves: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
+    errors: list[Any] = Field(default_factory=list, exclude=True)
+
+    def __eq__(self, other: object) -> bool:
+        # What is saved may be tensors, which do not compare to one truth.
+        return type(other) is RequestOutput and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class LateResult:

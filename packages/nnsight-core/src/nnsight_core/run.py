@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import sys
 import threading
+from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -102,6 +103,8 @@ class Run:
         reader: whether the block was read as one that changes nothing in the forward pass.
         limit: how many seconds it may run before it gives control back; None for as long as it
             likes.
+        rank: its place among the runs of one request, which see a location in this order.
+        seconds: how long it has run so far.
     """
 
     def __init__(self, code: Code, scope: dict[str, Any], key: Any = None) -> None:
@@ -122,6 +125,8 @@ class Run:
         self.notes: list[tuple[type[Warning], str, int]] = []
         self.reader = False
         self.limit: float | None = None
+        self.rank = 0
+        self.seconds = 0.0
         self.open: Location | None = None
         self.visit: Visit | None = None
         self.value: Any = None
@@ -140,6 +145,11 @@ class Run:
         scope.setdefault("__builtins__", builtins)
 
     # -- for the interleaver ---------------------------------------------------------------------
+
+    @property
+    def awaits(self) -> int:
+        """The step that it waits for, if it waits for one."""
+        return self._until
 
     def ready(self, step: int | None = None) -> bool:
         """Whether the block goes on when a step begins (this one if none is given)."""
@@ -166,6 +176,7 @@ class Run:
     def _switch(self, worker: _Worker, value: Any, error: BaseException | None) -> None:
         """Hand control to the block, until it parks, ends, is left, or goes astray."""
         self.waits_for = None
+        began = perf_counter()
         self._isolation.enter()
         try:
             if self.limit is None:
@@ -190,6 +201,7 @@ class Run:
             self.error = thrown  # by the block, at the greenlet that it runs under
         finally:
             self._isolation.leave()
+            self.seconds += perf_counter() - began
 
     def _astray(self) -> None:
         """End a block that has given control back without having parked or ended."""

@@ -13,7 +13,7 @@ from nnsight_core.errors import NotSupportedError, UnboundSaveWarning
 from nnsight_core.kept import handles_in
 from nnsight_core.run import Run
 from nnsight_core.traceback import CALL, show_user_lines
-from nnsight_core.tracer import InvokeContext, Tracer
+from nnsight_core.tracer import Captured
 
 _UNBOUND = (
     "A value was saved, but no name holds it at the end of the block, so it does not come home. "
@@ -58,7 +58,7 @@ def call_block(function: Any) -> Block:
 def scope_of(block: Block) -> dict[str, Any]:
     """A block's names as its code sees them, with the block's own tracer in place of the user's."""
     scope = {
-        name: BLOCK_TRACER if isinstance(value, Tracer | InvokeContext) else value
+        name: BLOCK_TRACER if isinstance(value, Captured) else value
         for name, value in block.names.items()
     }
     for name in target_names(block.target):
@@ -67,7 +67,9 @@ def scope_of(block: Block) -> dict[str, Any]:
 
 
 def target_names(target: ast.expr | None) -> list[str]:
-    """The plain names that an `as` binds."""
+    """The plain names that an `as` binds to the tracer; in a pair, the first one."""
+    if isinstance(target, ast.Tuple) and target.elts:
+        target = target.elts[0]
     return [target.id] if isinstance(target, ast.Name) else []
 
 
@@ -111,4 +113,4 @@ def ended(run: Run, invoke: int, sequence: int = 0) -> Ended:
         saves = {n: value for n, value in saves.items() if not handles_in(value)}
     if error is not None:
         show_user_lines(error, run.code.compiled)
-    return Ended(invoke, sequence, saves, value, error, notes)
+    return Ended(invoke, sequence, saves, value=value, error=error, warnings=notes)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nnsight_core.backend import Backend, Invoke
+from nnsight_core.async_run import AsyncRun
+from nnsight_core.backend import AsyncBackend, Backend, Invoke
 from nnsight_core.block_tracer import BARRIER
 from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, push
 from nnsight_core.errors import (
@@ -26,6 +28,7 @@ from nnsight_core.outcome import (
     reraise,
 )
 from nnsight_core.outputs import RequestOutput
+from nnsight_core.progress import Bar
 from nnsight_core.run import current_run
 from nnsight_core.sampling import merge
 from nnsight_core.shared import close_shared, open_shared
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 NO_PROMPT: Any = object()
 
 
-class _Captured:
+class Captured:
     """A `with` statement whose body is taken along instead of being run."""
 
     def __init__(self) -> None:
@@ -45,9 +48,12 @@ class _Captured:
         self._skip: Skip | None = None
 
     def _enter(self, frame: FrameType) -> None:
+        self._capture(frame)
+        self._skip = Skip(frame)
+
+    def _capture(self, frame: FrameType) -> None:
         self._block = capture(frame)
         self._frame = frame
-        self._skip = Skip(frame)
 
     def _leave(self, kind: type[BaseException] | None) -> bool:
         """Whether the body was skipped, as it should have been."""
@@ -57,25 +63,28 @@ class _Captured:
         return kind is not None and issubclass(kind, Skipped)
 
 
-class Tracer(_Captured):
+class Tracer(Captured):
     """One trace: its invokes, and what came home.
 
     Attributes:
         saves: what was saved, by name, as it was also bound in the user's frame.
         outputs: the finished outputs, one per invoke.
+        backend: with `mode="async"`, what is iterated over or awaited once the body is over.
     """
 
     def __init__(
         self,
         model: Model,
-        backend: Backend,
+        backend: Backend | AsyncBackend,
         prompt: Any,
         sampling: dict[str, Any],
         only_taps: bool = False,
+        edits: list[str] | None = None,
     ) -> None:
         super().__init__()
         self._model = model
         self._only_taps = only_taps
+        self._edits = check_edits(edits)
         self._texts: list[Any] = []
         self._backend = backend
         self._prompt = prompt
@@ -84,6 +93,7 @@ class Tracer(_Captured):
         self._frames: list[FrameType] = []
         self._open = False
         self._shared: list[Any] = []
+        self._bar: Bar | None = None
         self.saves: dict[str, Any] = {}
         self.outputs: list[RequestOutput | None] = []
         self.value: Any = None
@@ -95,11 +105,14 @@ class Tracer(_Captured):
             raise AttributeError  # which `__getattr__` explains
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
-    def invoke(self, prompt: Any = NO_PROMPT, **sampling: Any) -> InvokeContext:
+    def invoke(
+        self, prompt: Any = NO_PROMPT, *, edits: list[str] | None = None, **sampling: Any
+    ) -> InvokeContext:
         """Add one prompt to the trace, with a block of its own.
 
         Args:
             prompt: a text, token ids, a tokenizer's output, or a prompt dict of vLLM's.
+            edits: names of the installed edits that run besides; they win over the trace's.
             **sampling: sampling arguments of this prompt; they win over the trace's.
 
         Raises:
@@ -115,7 +128,8 @@ class Tracer(_Captured):
             raise LocationError("tracer.invoke belongs inside the body of its own trace.")
         if prompt is NO_PROMPT:
             raise ValueError("An invoke needs a prompt: `with tracer.invoke(prompt):`.")
-        return InvokeContext(self, prompt, merge(self._sampling, sampling))
+        chosen = self._edits if edits is None else check_edits(edits)
+        return InvokeContext(self, prompt, merge(self._sampling, sampling), chosen)
 
     def barrier(self, *_: Any, **__: Any) -> NoReturn:
         raise NotSupportedError(BARRIER)
@@ -128,6 +142,10 @@ class Tracer(_Captured):
             )
         if name == "result":
             raise LocationError("tracer.result is there once the trace has ended.")
+        if name == "backend":
+            raise LocationError(
+                "tracer.backend is there once the body is over, of a model in mode='async'."
+            )
         raise AttributeError(f"A tracer has no attribute {name!r}.")
 
     def __enter__(self) -> Tracer:
@@ -155,7 +173,8 @@ class Tracer(_Captured):
         if skipped:
             assert self._frame is not None and self._block is not None
             bind_target(self._frame, self._block.target, self)
-            self._add(Invoke(self._prompt, self._sampling, self._block), self._frame)
+            invoke = Invoke(self._prompt, self._sampling, self._block, edits=self._edits)
+            self._add(invoke, self._frame)
         if not self._invokes:
             self._forget()
             raise ValueError(
@@ -165,14 +184,14 @@ class Tracer(_Captured):
         try:
             failure = self._run()
         except BaseException as raised:
-            _forget_skip(raised)
+            forget_skip(raised)
             raise
         reraise(failure)
         return True
 
     def _add(self, invoke: Invoke, frame: FrameType) -> None:
         if invoke.block is not None:
-            _check_nodes(invoke.block, self._model)
+            check_nodes(invoke.block, self._model)
             above = {id(value) for value in self._shared}
             held = invoke.block.names.items()
             invoke.block.shared = [name for name, value in held if id(value) in above]
@@ -187,30 +206,57 @@ class Tracer(_Captured):
         self._shared = []
 
     def _run(self) -> Exception | None:
-        """Run the invokes, and bind what comes home; gives the error to be raised after that."""
+        """Run the invokes, and bind what comes home; gives the error to be raised after that.
+
+        On a backend for asyncio they are begun, and `backend` brings them to their end.
+        """
         invokes, frames = self._invokes, self._frames
         try:
-            return self._run_all(invokes, frames)
+            self._texts = self._model._read(invokes, self._backend, self._only_taps)
+            if isinstance(self._backend, AsyncBackend):
+                home = partial(self._home, [])
+                frame = frames[0] if frames else None
+                self.backend = AsyncRun(self._backend, invokes, home, frame, self._bar)
+                return None
+            outcomes = [Outcome(index, invoke) for index, invoke in enumerate(invokes)]
+            failure: BaseException | None = None
+            try:
+                for event in self._backend.submit(invokes):
+                    outcomes[event.invoke].take(event)
+                    if self._bar is not None:
+                        self._bar.take(event)
+            except (ProtocolError, EngineDeadError) as error:
+                failure = error
+            return self._home(frames, outcomes, failure, None)
         finally:
             self._forget()
+            if self._bar is not None and not isinstance(self._backend, AsyncBackend):
+                self._bar.close()
 
-    def _run_all(self, invokes: list[Invoke], frames: list[FrameType]) -> Exception | None:
-        self._texts = self._model._read(invokes, self._backend, self._only_taps)
-        outcomes = [Outcome(index, invoke) for index, invoke in enumerate(invokes)]
-        failure: BaseException | None = None
-        try:
-            for event in self._backend.submit(invokes):
-                outcomes[event.invoke].take(event)
-        except (ProtocolError, EngineDeadError) as error:
-            failure = error
+    def _home(
+        self,
+        frames: list[FrameType],
+        outcomes: list[Outcome],
+        failure: BaseException | None,
+        frame: FrameType | None,
+    ) -> Exception | None:
+        """Bind what has come home; gives the error to be raised after that.
+
+        Args:
+            frames: where each invoke was written, as far as that is held.
+            frame: where all were, if that is known otherwise.
+        """
+        for outcome in outcomes:
+            outcome.finished = True
+        invokes = [outcome.invoke for outcome in outcomes]
         self.outputs = [o.output for o in outcomes]
         shared = put_together(invokes, outcomes)
         self.saves = {**by_name(invokes, outcomes), **shared}
         self.value = one_or_all([o.value() for o in outcomes])
         for name, value in self.saves.items():
-            for frame, invoke in zip(frames, invokes, strict=False):
-                if may_save(invoke, name):
-                    push(frame, {name: value})
+            for place, invoke in zip(frames or [frame] * len(invokes), invokes, strict=False):
+                if place is not None and may_save(invoke, name):
+                    push(place, {name: value})
                     break
         for outcome in outcomes:
             outcome.show()
@@ -222,14 +268,21 @@ class Tracer(_Captured):
         return one_error(errors, len(invokes))
 
 
-class InvokeContext(_Captured):
+class InvokeContext(Captured):
     """One `with tracer.invoke(prompt):`."""
 
-    def __init__(self, tracer: Tracer, prompt: Any, sampling: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        prompt: Any,
+        sampling: dict[str, Any],
+        edits: list[str] | None = None,
+    ) -> None:
         super().__init__()
         self._tracer = tracer
         self._prompt = prompt
         self._sampling = sampling
+        self._edits = edits
 
     def __enter__(self) -> InvokeContext:
         if self._tracer._prompt is not NO_PROMPT:
@@ -247,12 +300,27 @@ class InvokeContext(_Captured):
             return False
         assert self._frame is not None and self._block is not None
         bind_target(self._frame, self._block.target, self)
-        self._tracer._add(Invoke(self._prompt, self._sampling, self._block), self._frame)
+        invoke = Invoke(self._prompt, self._sampling, self._block, edits=self._edits)
+        self._tracer._add(invoke, self._frame)
         self._frame = self._block = None
         return True
 
 
-def _check_nodes(block: Block, model: Model) -> None:
+def check_edits(names: Any) -> list[str] | None:
+    """The names of edits that a request asks for.
+
+    Raises:
+        TypeError: they are no list of names.
+    """
+    if names is None:
+        return None
+    several = isinstance(names, list | tuple | set)
+    if not several or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"edits={names!r}: it takes a list of edit names.")
+    return list(names)
+
+
+def check_nodes(block: Block, model: Model) -> None:
     """Refuse the nodes of another model, whose paths would name this one's modules."""
     for name, value in block.names.items():
         for part in value if isinstance(value, list | tuple) else (value,):
@@ -263,7 +331,7 @@ def _check_nodes(block: Block, model: Model) -> None:
                 )
 
 
-def _forget_skip(error: BaseException) -> None:
+def forget_skip(error: BaseException) -> None:
     """Python would show how the body was skipped as what led to the error."""
     while error.__context__ is not None:
         if isinstance(error.__context__, Skipped):

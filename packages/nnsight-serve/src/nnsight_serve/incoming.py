@@ -16,7 +16,7 @@ from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_core.wire.messages import BlockData, InvokeData, TraceMessage, expect
 from nnsight_vllm_worker.requests import EXTRA
-from nnsight_vllm_worker.submission import Request, request_of
+from nnsight_vllm_worker.submission import Carried, Request, request_of
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ def trace_of(frame: Frame) -> Trace:
     if not message.invokes:
         raise ProtocolError("The trace has no invokes.")
     trace = Trace(blobs=_blobs(message, frame))
-    blocks = [_Block(data, frame, trace.blobs) for data in message.blocks]
+    blocks = [_carried(data, frame, trace.blobs) for data in message.blocks]
     for index, invoke in enumerate(message.invokes):
         if invoke.block is not None and not 0 <= invoke.block < len(blocks):
             raise ProtocolError(f"Invoke {index} names block {invoke.block} of {len(blocks)}.")
@@ -64,33 +64,28 @@ def trace_of(frame: Frame) -> Trace:
     return trace
 
 
-class _Block:
+def _carried(data: BlockData, frame: Frame, blobs: dict[str, Buffer]) -> Carried:
     """A block with what it needs of the frame that it came in."""
-
-    def __init__(self, data: BlockData, frame: Frame, blobs: dict[str, Buffer]) -> None:
-        self.data = data
-        self.blobs: list[str] = []
-        used: set[int] = set()
-        for form in tagged(data.names):
-            if "h" in form:
-                self.blobs.append(_known(form["h"], blobs))
-            elif "b" in form:
-                used.add(_index(form["b"], frame))
-        self.blobs = list(dict.fromkeys(self.blobs))
-        # Indices stay what they are, and the buffers of other blocks stay behind.
-        self.buffers = [b if i in used else b"" for i, b in enumerate(frame.buffers)]
+    contents: dict[str, None] = {}
+    used: set[int] = set()
+    for form in tagged(data.names):
+        if "h" in form:
+            contents[_known(form["h"], blobs)] = None
+        elif "b" in form:
+            used.add(_index(form["b"], frame))
+    # Indices stay what they are, and the buffers of other blocks stay behind.
+    buffers = [b if i in used else b"" for i, b in enumerate(frame.buffers)]
+    return Carried.of(data, buffers, contents)
 
 
-def _request(invoke: InvokeData, block: _Block | None, frame: Frame) -> Request:
+def _request(invoke: InvokeData, block: Carried | None, frame: Frame) -> Request:
     prompt = Decoder(frame.buffers).decode(invoke.prompt)
     sampling = {n: Decoder(frame.buffers).decode(v) for n, v in invoke.sampling.items()}
     if "lora_request" in sampling:
         raise TypeError("lora_request cannot be had from a server yet; use a local engine.")
     if EXTRA in (sampling.get("extra_args") or ()):
         raise ProtocolError(f"extra_args[{EXTRA!r}] is where the server itself puts a block.")
-    if block is None:
-        return request_of(prompt, sampling, None, [], [])
-    return request_of(prompt, sampling, block.data, block.buffers, block.blobs)
+    return request_of(prompt, sampling, block)
 
 
 def _blobs(message: TraceMessage, frame: Frame) -> dict[str, Buffer]:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import getpass
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nnsight_core.backend import Ended, Event, Finished, Invoke
-from nnsight_core.kept import Kept, KeptValues
-from nnsight_core.sampling import normalise
+from nnsight_core.backend import (
+    EditInfo,
+    EditSpec,
+    Ended,
+    Event,
+    Finished,
+    Invoke,
+    Saved,
+    Went,
+)
+from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.values import map_tensors
-from nnsight_core.wire.blocks import check_block, decode_event, encode_block, known_errors
-from nnsight_core.wire.code import CodeEncoder
-from nnsight_core.wire.frames import Buffer, Frame
+from nnsight_core.wire.blocks import decode_event, known_errors
+from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import read_message
-from nnsight_vllm_worker.engine import SyncEngine
-from nnsight_vllm_worker.prompts import sampling_names
-from nnsight_vllm_worker.submission import Request, request_of
+from nnsight_vllm_worker.edits import Edits
+from nnsight_vllm_worker.encoding import BlockEncoder, check_sampling
+from nnsight_vllm_worker.engine import Output, SyncEngine
+from nnsight_vllm_worker.submission import Request
 
 
 class LocalBackend:
@@ -43,43 +52,28 @@ class LocalBackend:
         self._device = device
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
-        for invoke in invokes:
-            # Before an engine is built: a misspelt argument is known at once.
-            named = normalise(invoke.sampling)
-            named.pop("lora_request", None)
-            sampling_names().check(named)
+        check_sampling(invokes)
         engine = self._engine()
-        requests: list[Request] = []
-        blobs: dict[str, Buffer] = {}
-        refused: dict[int, BaseException] = {}
-        index_of: dict[str, int] = {}
-        # What the blocks use has to stay, whatever becomes of the user's own names meanwhile.
-        handles: list[Kept] = []
-        for index, invoke in enumerate(invokes):
-            try:
-                request = self._request(engine, invoke, blobs, handles)
-            except Exception as error:
-                # With one invoke there is nothing that its error could take along.
-                if len(invokes) == 1 or isinstance(error, TypeError):
-                    raise
-                refused[index] = error
-            else:
-                index_of[request.key] = index
-                requests.append(request)
+        encoder = self._encoder(engine)
+        requests, index_of, refused = requests_of(invokes, encoder, engine.edits)
         for index, error in refused.items():
             yield Finished(index, None, error)
-        for key, what in engine.run(requests, blobs):
-            index = index_of[key]
-            if isinstance(what, Frame):
-                known = known_errors(invokes[index])
-                event = decode_event(read_message(what), what, index, known)
-                if isinstance(event, Ended):
-                    engine.kept.adopt(event.saves, event.value)
-                yield self._placed(event)
-            elif isinstance(what, BaseException):
-                yield Finished(index, None, what)
-            else:
-                yield Finished(index, what)
+        for key, what in engine.run(requests, encoder.blobs):
+            event = event_of(invokes[index_of[key]], index_of[key], what, engine.kept)
+            yield placed(event, self._device)
+
+    def install(self, edit: EditSpec) -> EditInfo:
+        engine = self._engine()
+        encoder = self._encoder(engine)
+        carried = encoder.block(edit.invoke)
+        assert carried is not None
+        return engine.install(edit, carried, encoder.blobs, owner())
+
+    def clear(self, ids: list[str] | None) -> None:
+        self._engine().clear(ids)
+
+    def edits(self) -> list[EditInfo]:
+        return self._engine().edits.infos()
 
     def describe(self) -> ModelTree:
         return self._engine().tree
@@ -92,20 +86,59 @@ class LocalBackend:
     def close(self) -> None:
         """Nothing: the engine is the model's, and asking for it here could build one."""
 
-    def _placed(self, event: Event) -> Event:
-        if isinstance(event, Ended) and self._device != "cpu":
-            event.saves = map_tensors(event.saves, lambda tensor: tensor.to(self._device))
-        return event
+    def _encoder(self, engine: SyncEngine) -> BlockEncoder:
+        return BlockEncoder(engine.tree, self._tokenizer(), self._pickle, engine.kept)
 
-    def _request(
-        self, engine: SyncEngine, invoke: Invoke, blobs: dict[str, Buffer], handles: list[Kept]
-    ) -> Request:
-        check_block(invoke, engine.tree)
-        encoder = CodeEncoder(self._pickle, self._tokenizer())
-        block = encode_block(invoke, encoder)
-        engine.kept.check(encoder.handles)
-        handles += encoder.handles
-        blobs.update(encoder.blobs)
-        return request_of(
-            invoke.prompt, invoke.sampling, block, encoder.buffers, list(encoder.blobs)
-        )
+
+def event_of(invoke: Invoke, index: int, what: Frame | Output, kept: KeptValues) -> Event:
+    """What an engine says of an invoke, as the front end takes it."""
+    if isinstance(what, Frame):
+        event = decode_event(read_message(what), what, index, known_errors(invoke))
+        if isinstance(event, Ended | Saved):
+            kept.adopt({**event.saves, **event.more}, getattr(event, "value", None))
+        return event
+    if isinstance(what, BaseException):
+        return Finished(index, None, what)
+    return Finished(index, what) if what.finished else Went(index, what)
+
+
+def placed(event: Event, device: str) -> Event:
+    """The event with what was saved where it is wanted."""
+    if isinstance(event, Ended | Saved) and device != "cpu":
+        event.saves = map_tensors(event.saves, lambda tensor: tensor.to(device))
+        event.more = map_tensors(event.more, lambda tensor: tensor.to(device))
+    return event
+
+
+def requests_of(
+    invokes: list[Invoke], encoder: BlockEncoder, edits: Edits
+) -> tuple[list[Request], dict[str, int], dict[int, BaseException]]:
+    """The requests of a trace's invokes, which invoke each is of, and what is wrong with others.
+
+    Raises:
+        TypeError: an invoke cannot be meant as it is written; of a lone one, whatever it raises.
+    """
+    requests: list[Request] = []
+    index_of: dict[str, int] = {}
+    refused: dict[int, BaseException] = {}
+    for index, invoke in enumerate(invokes):
+        try:
+            request = encoder.request(invoke)
+            edits.chosen(request.names)
+        except Exception as error:
+            # With one invoke there is nothing that its error could take along.
+            if len(invokes) == 1 or isinstance(error, TypeError):
+                raise
+            refused[index] = error
+        else:
+            index_of[request.key] = index
+            requests.append(request)
+    return requests, index_of, refused
+
+
+def owner() -> str:
+    """Who installs an edit here."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return ""

@@ -14,14 +14,14 @@ from nnsight_core.interleaver import Interleaver, Observed
 from nnsight_core.locations import Location
 from nnsight_core.values import flat
 from nnsight_core.wants import Way
-from nnsight_vllm_worker.tables import Span
+from nnsight_vllm_worker.rows import Placed
 from nnsight_vllm_worker.taps import Kept, Taps
 from nnsight_vllm_worker.traced import Entry
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A request's place in a pass.
+    """A block's place in a pass.
 
     Attributes:
         row: its row among the requests of the batch.
@@ -29,7 +29,7 @@ class Seat:
         taps: the taps that it may want.
         logits: whether it wants the logits.
         way: the fastest way that gives it what it wants.
-        spans: the rows of its part of the pass that the tables write.
+        place: its request's place among those of which copies are kept.
     """
 
     entry: Entry
@@ -38,7 +38,7 @@ class Seat:
     taps: dict[Location, None] = field(default_factory=dict)
     logits: bool = False
     way: Way = Way.PLAIN
-    spans: tuple[Span, ...] = ()
+    place: int = 0
 
     @property
     def idle(self) -> bool:
@@ -56,17 +56,27 @@ class Copies:
     """What is kept of one pass for some of its requests, one after the other.
 
     Args:
-        seats: the requests.
-        spans: the rows of each in the batch.
-        first: the slot of the first of them.
+        seats: their blocks; those of one request follow one another.
+        tokens: how many tokens each request of the batch has.
+        first: the slot of the first request.
 
     Attributes:
+        requests: the requests' rows among those of the batch.
+        spans: the rows of each request's step in the batch.
         values: by tap, in the order of the forward pass.
     """
 
-    def __init__(self, taps: Taps, seats: list[Seat], spans: list[tuple[int, int]], first: int):
+    def __init__(self, taps: Taps, seats: list[Seat], tokens: Sequence[int], first: int) -> None:
         self.seats = seats
-        self.spans = spans
+        self.requests: list[int] = []
+        self.spans: list[tuple[int, int]] = []
+        stops = list(itertools.accumulate(tokens))
+        for seat in seats:
+            if not self.requests or self.requests[-1] != seat.row:
+                self.requests.append(seat.row)
+                self.spans.append((stops[seat.row] - seat.entry.live, stops[seat.row]))
+            seat.place = len(self.requests) - 1
+        spans = self.spans
         self.values: Mapping[Location, Any] = {}
         self.rows = sum(stop - start for start, stop in spans)
         wanted = {at for seat in seats for at in seat.taps}
@@ -104,18 +114,22 @@ class Copies:
             else:
                 interleaver.passed.add(location)
 
-    def order(self) -> list[tuple[object, int, int, int]]:
-        """The requests' keys, rows and places, as `RowMap.place_copies` takes them."""
+    def order(self, in_batch: bool) -> list[Placed]:
+        """The requests as `RowMap.place` takes them.
+
+        Args:
+            in_batch: whether they have the places that they have in the batch.
+        """
+        keys: list[list[object]] = [[] for _ in self.requests]
+        for seat in self.seats:
+            keys[seat.place].append(seat.entry.traced)
         return [
-            (seat.entry.traced, stop - start, seat.entry.live, place)
-            for place, (seat, (start, stop)) in enumerate(zip(self.seats, self.spans, strict=True))
+            # Copies hold nothing but the step's own tokens.
+            Placed(keys[place], stop - start, stop - start, row if in_batch else place)
+            for place, (row, (start, stop)) in enumerate(
+                zip(self.requests, self.spans, strict=True)
+            )
         ]
-
-
-def spans_of(seats: Sequence[Seat], tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """The rows of the steps of these requests in a batch of so many tokens each."""
-    stops = list(itertools.accumulate(tokens))
-    return [(stops[seat.row] - seat.entry.live, stops[seat.row]) for seat in seats]
 
 
 def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:

@@ -38,7 +38,7 @@ class Pass:
     def __init__(self, copies: Copies, logits: Tensor | None, samples: Tensor) -> None:
         self.copies = copies
         self.logits = logits
-        self.samples = take_rows(samples, [seat.row for seat in copies.seats])
+        self.samples = take_rows(samples, copies.requests)
         self.done: torch.cuda.Event | None = None
         self._tokens = self.samples
         if samples.is_cuda:
@@ -105,7 +105,7 @@ class Deferred:
     def _show(self, seen: Pass) -> None:
         """The pass as the blocks see it."""
         interleaver = self.interleaver
-        self.rows.place_copies(seen.copies.order(), len(seen.copies.seats))
+        self.rows.place(seen.copies.order(in_batch=False), len(seen.copies.requests))
         seats = [seat for seat in seen.copies.seats if not seat.entry.traced.run.over]
         for seat in seats:
             seat.entry.take(self.rows)
@@ -117,8 +117,9 @@ class Deferred:
 
     def _draw(self, seen: Pass) -> None:
         """Judge by the drawn tokens which requests have ended."""
-        for seat, token in zip(seen.copies.seats, seen.tokens(), strict=True):
-            traced = seat.entry.traced
+        tokens = seen.tokens()
+        for seat in seen.copies.seats:
+            traced, token = seat.entry.traced, tokens[seat.place]
             if not seat.entry.draws or traced.run.over:
                 continue
             blind = traced.alone and traced.ending.blind
@@ -132,10 +133,7 @@ class Deferred:
     def catch_up(self, traced: Traced) -> None:
         """Run a block for all of its request's steps, none of which it looks at."""
         run = traced.run
-        assert traced.table is not None
-        written = [
-            any(step in w.affine.steps for w in traced.table.writes) for step in range(traced.made)
-        ]
+        written = [traced.writes_in(step) for step in range(traced.made)]
         traced.ways.update(tables=sum(written), plain=len(written) - sum(written))
         run.step, run.known = 0, traced.made - 1
         self.interleaver.show([run], (), {})
@@ -160,7 +158,8 @@ def parts_of(seats: list[Seat], way: Way) -> tuple[list[Run], list[Observed]]:
         traced = seat.entry.traced
         if seat.entry.draws and not traced.alone:
             takes_part = traced.run.ready() or bool(traced.run.recorders)
-            way_taken = "tables" if seat.spans else way.name.lower() if takes_part else "plain"
+            tables = traced.writes_in(seat.entry.step)
+            way_taken = "tables" if tables else way.name.lower() if takes_part else "plain"
             traced.ways[way_taken] += 1
             if takes_part:
                 runs.append(traced.run)

@@ -10,9 +10,10 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.errors import EngineDeadError
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.kept import KeptValues
@@ -22,11 +23,12 @@ from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_vllm_worker.blobs import Ledger
 from nnsight_vllm_worker.channel import Receiver
 from nnsight_vllm_worker.convert import output_of
+from nnsight_vllm_worker.edits import Edits
 from nnsight_vllm_worker.progress import Progress
 from nnsight_vllm_worker.requests import handles_of
 from nnsight_vllm_worker.settings import apply
-from nnsight_vllm_worker.submission import Request
-from nnsight_vllm_worker.vllm_ports import startup
+from nnsight_vllm_worker.submission import Carried, Request
+from nnsight_vllm_worker.vllm_ports import incoming, startup
 
 Output = RequestOutput | BaseException
 
@@ -42,6 +44,7 @@ class SyncEngine:
         llm: vLLM's own object.
         tree: the model's tree, as its workers recorded it.
         kept: what blocks left on it.
+        edits: what is installed on it.
 
     Raises:
         EngineError: the engine cannot be built, with the root cause.
@@ -81,6 +84,8 @@ class SyncEngine:
                 startup.shut_down(self.llm)
             raise
         self.tree = ModelTree.model_validate_json(trees[0])
+        self.edits = Edits(incoming.under_way(self.llm.llm_engine))
+        incoming.mark_requests(self.llm.llm_engine, self.edits.marks)
 
     def run(
         self, requests: list[Request], blobs: dict[str, Buffer]
@@ -94,8 +99,54 @@ class SyncEngine:
             EngineDeadError: the engine ended meanwhile.
         """
         with self._lock:
+            self._sweep()
             self.kept.flush()
             yield from _Batch(self, requests, blobs).run()
+
+    def install(
+        self, spec: EditSpec, carried: Carried, blobs: dict[str, Buffer], owner: str = ""
+    ) -> EditInfo:
+        """Install an edit on every rank, or on none.
+
+        Raises:
+            Exception: a worker refused it, as it was raised there.
+        """
+        with self._lock:
+            edit = self.edits.new(spec, carried, owner)
+            self._put(carried.blobs, blobs)
+            try:
+                self.edits.add(edit, self._rpc("nnsight_install", edit.id, carried.data))
+            except BaseException:
+                self._rpc("nnsight_uninstall", [edit.id])
+                self._release(carried.blobs)
+                raise
+            return edit.info
+
+    def clear(self, ids: list[str] | None) -> None:
+        """Clear edits, or all of them; requests that have them end with them."""
+        with self._lock:
+            self.edits.clear(ids)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Let go of the cleared edits that no request needs any more."""
+        idle = self.edits.idle()
+        if idle:
+            self._rpc("nnsight_uninstall", [edit.id for edit in idle])
+            self._release([digest for edit in idle for digest in edit.carried.blobs])
+
+    def _put(self, digests: Iterable[str], blobs: dict[str, Buffer]) -> None:
+        """Bring outside tensors to the workers, to stay until they are released."""
+        for digest in self._ledger.missing(dict.fromkeys(digests)):
+            data = blobs[digest]
+            self._rpc("nnsight_put", digest, bytes(data))
+            self._ledger.put(digest, memoryview(data).nbytes)
+        self._ledger.use(digests)
+
+    def _release(self, digests: Iterable[str], doubtful: Iterable[str] = ()) -> None:
+        leaving = self._ledger.release(digests, doubtful)
+        if leaving:
+            self._rpc("nnsight_drop", leaving)
 
     def counts(self) -> dict[str, int]:
         """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
@@ -149,13 +200,15 @@ class _Batch:
         self.engine = engine
         self.requests = {r.key: r for r in requests}
         self.blobs = blobs
-        self.progress = {r.key: Progress(r) for r in requests}
+        self.progress: dict[str, Progress] = {}
         self.pending: set[str] = set()
         self.used: list[str] = []
 
     def run(self) -> Iterator[tuple[str, Frame | Output]]:
         try:
-            self._put([d for r in self.requests.values() for d in r.blobs])
+            digests = [d for r in self.requests.values() for d in r.blobs]
+            self.engine._put(digests, self.blobs)
+            self.used = digests
             yield from self._add()
             while self.pending:
                 outputs = self._step()
@@ -167,20 +220,14 @@ class _Batch:
         finally:
             self._clean()
 
-    def _put(self, digests: list[str]) -> None:
-        ledger = self.engine._ledger
-        for digest in ledger.missing(dict.fromkeys(digests)):
-            data = self.blobs[digest]
-            self.engine._rpc("nnsight_put", digest, bytes(data))
-            ledger.put(digest, memoryview(data).nbytes)
-        ledger.use(digests)
-        self.used = digests
-
     def _add(self) -> Iterator[tuple[str, Frame | Output]]:
         for key, request in self.requests.items():
             try:
+                self.engine.edits.begin(request)
+                self.progress[key] = Progress(request)
                 startup.add_request(self.engine.llm, key, request)
             except (ValueError, TypeError) as error:
+                del self.progress[key]
                 yield key, error
             else:
                 self.pending.add(key)
@@ -196,6 +243,7 @@ class _Batch:
         receiver = self.engine._receiver
         frame = receiver.take(wait)
         while frame is not None:
+            self.engine.edits.note(frame)
             progress = self.progress.get(frame.header["key"])
             if progress is not None:
                 said = progress.take(frame)
@@ -233,6 +281,8 @@ class _Batch:
 
     def _clean(self) -> None:
         engine = self.engine
+        for request in self.requests.values():
+            engine.edits.end(request)
         if engine._closed:
             return
         try:
@@ -243,9 +293,7 @@ class _Batch:
                 engine._rpc("nnsight_forget", [*{*self.pending, *unheard}])
             failed = [key for key, p in self.progress.items() if p.failed]
             doubtful = [digest for key in failed for digest in self.requests[key].blobs]
-            leaving = engine._ledger.release(self.used, doubtful)
-            if leaving:
-                engine._rpc("nnsight_drop", leaving)
+            engine._release(self.used, doubtful)
         except EngineDeadError:
             # Nothing is left to clean up in an engine that has ended.
             return

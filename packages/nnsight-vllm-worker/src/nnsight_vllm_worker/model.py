@@ -7,23 +7,23 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from nnsight_core.backend import Backend
-from nnsight_core.errors import EngineDeadError
+from nnsight_core.errors import EngineDeadError, NotSupportedError
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.model import Model, prompts_of
-from nnsight_core.outputs import RequestOutput
 from nnsight_core.sampling import normalise
 from nnsight_core.taps import RESID, resolve
-from nnsight_core.tracer import Tracer
+from nnsight_core.tracer import Tracer, check_edits
 from nnsight_core.tree import ModelTree
 from nnsight_core.tree_cache import keep_tree, load_tree
+from nnsight_vllm_worker.async_backend import LocalAsyncBackend
+from nnsight_vllm_worker.async_engine import AsyncEngine
 from nnsight_vllm_worker.backend import LocalBackend
 from nnsight_vllm_worker.convert import output_of
 from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, SyncEngine
 from nnsight_vllm_worker.prompts import prompt_of, sampling_of
 from nnsight_vllm_worker.settings import SETTINGS
 from nnsight_vllm_worker.vllm_ports.meta import tree_of
-from nnsight_vllm_worker.vllm_ports.startup import engine
+from nnsight_vllm_worker.vllm_ports.startup import engine, refusals
 
 
 class VLLM(Model):
@@ -31,7 +31,9 @@ class VLLM(Model):
 
     Args:
         repo: a model's name or folder, as vLLM takes it.
-        mode: `sync`; an engine for asyncio is to come.
+        mode: `sync`, or `async` for an engine that belongs to the running event loop: traces are
+            then awaited or iterated over (`tracer.backend`), and so is what `generate` and `chat`
+            give.
         dispatch: build the engine now; otherwise the first trace or generation does.
         serve: a server's address, whose engine is used instead (with the client package).
         api_key: the key that the server wants.
@@ -76,11 +78,14 @@ class VLLM(Model):
     ) -> None:
         if mode not in ("sync", "async"):
             raise ValueError(f"mode={mode!r}: it is 'sync' or 'async'.")
+        backend: LocalBackend | LocalAsyncBackend
         if mode == "async":
-            raise ValueError("mode='async' is not there yet; use the default, 'sync'.")
-        super().__init__(
-            backend=LocalBackend(self._dispatched, lambda: self.tokenizer, device=save_device)
-        )
+            backend = LocalAsyncBackend(
+                self._build_async, self._confirm, lambda: self.tokenizer, device=save_device
+            )
+        else:
+            backend = LocalBackend(self._dispatched, lambda: self.tokenizer, device=save_device)
+        super().__init__(backend=backend)
         self._repo = repo
         self._serve = serve
         self._api_key = api_key
@@ -95,7 +100,9 @@ class VLLM(Model):
         self._closed = False
         if dispatch and serve is not None:
             raise ValueError("A model runs on a server (serve=) or here (dispatch=True).")
-        if dispatch:
+        if dispatch and isinstance(backend, LocalAsyncBackend):
+            backend.start()
+        elif dispatch:
             self._dispatched()
 
     def trace(self, *args: Any, only_taps: bool = False, **sampling: Any) -> Tracer:
@@ -106,7 +113,12 @@ class VLLM(Model):
     @property
     def dispatched(self) -> bool:
         """Whether the engine has been built."""
-        return self._engine is not None
+        return self._built is not None
+
+    @property
+    def _built(self) -> SyncEngine | AsyncEngine | None:
+        backend = self._backend
+        return backend.engine if isinstance(backend, LocalAsyncBackend) else self._engine
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -117,7 +129,9 @@ class VLLM(Model):
 
     @property
     def llm(self) -> Any:
-        """vLLM's own `LLM`, for what this class does not offer."""
+        """vLLM's own `LLM` (or `AsyncLLM`), for what this class does not offer."""
+        if isinstance(self._backend, LocalAsyncBackend):
+            return self._backend.start().llm
         return self._dispatched().llm
 
     @property
@@ -128,7 +142,7 @@ class VLLM(Model):
         an engine has recorded it on this machine before.
         """
         if self._places.tree is None and self._serve is not None:
-            self._places.tree = self._backend_for({}).describe()
+            self._places.tree = self._described(self._backend_for({}))
         if self._places.tree is None:
             tree = load_tree(self._repo, engine(), self._arguments)
             if tree is None:
@@ -138,26 +152,23 @@ class VLLM(Model):
             self._places.tree = tree
         return self._places.tree
 
-    def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
-        """Plain generation by vLLM, for one prompt or a list of them.
-
-        Takes `serve=` and `api_key=` as a trace does.
-
-        Example:
-            >>> model.generate(["Hello", "Bye"], max_tokens=5)[0].outputs[0].text
-        """
-        backend = self._backend_for(sampling)
-        if backend is not self._backend:
-            return self._generate(backend, prompts, sampling)
-        given = [prompt_of(p) for p in prompts_of(prompts)]
+    def _generate(
+        self, backend: Any, prompts: Any, sampling: dict[str, Any], use_tqdm: bool | None
+    ) -> Any:
+        if backend is not self._backend or not isinstance(backend, LocalBackend):
+            return super()._generate(backend, prompts, sampling, use_tqdm)
         named = normalise(sampling)
-        lora = named.pop("lora_request", None)
+        given = [prompt_of(p) for p in prompts_of(prompts)]
+        edits, lora = check_edits(named.pop("edits", None)), named.pop("lora_request", None)
         params = sampling_of(named)
-        llm = self._dispatched().llm
-        return [
-            output_of(o)
-            for o in llm.generate(given, params, use_tqdm=len(given) > 1, lora_request=lora)
-        ]
+        engine = self._dispatched()
+        if engine.edits.chosen(edits):
+            return super()._generate(backend, prompts, sampling, use_tqdm)
+        # Nothing of ours has a part in it, so that vLLM's own way can do it.
+        bar = len(given) > 1 if use_tqdm is None else use_tqdm
+        with refusals():
+            outputs = engine.llm.generate(given, params, use_tqdm=bar, lora_request=lora)
+        return [output_of(output) for output in outputs]
 
     def engine_settings(self) -> str:
         """What is forced or defaulted on vLLM's engine, each with its reason, as a table."""
@@ -174,8 +185,18 @@ class VLLM(Model):
             for row in rows
         )
 
+    async def aclose(self) -> None:
+        """As `close`, for a model in `mode="async"`."""
+        if not isinstance(self._backend, LocalAsyncBackend):
+            self.close()
+            return
+        self._closed = True
+        await self._backend.aclose()
+
     def close(self) -> None:
         """End the engine and its processes."""
+        if isinstance(self._backend, LocalAsyncBackend):
+            raise NotSupportedError("This model is in mode='async': `await model.aclose()`.")
         self._closed = True
         if "_servers" in vars(self):
             self._servers.close()
@@ -185,6 +206,8 @@ class VLLM(Model):
     def restart(self) -> None:
         """Build the engine anew, with the same arguments: after it died, or was closed.
 
+        What was installed on it is gone.
+
         Example:
             >>> try:
             ...     with model.trace("Hello"):
@@ -192,25 +215,42 @@ class VLLM(Model):
             ... except EngineDeadError:
             ...     model.restart()
         """
+        self._closed = False
+        if isinstance(self._backend, LocalAsyncBackend):
+            self._backend.forget()
+            self._backend.start()
+            return
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        self._closed = False
         self._dispatched()
 
     def _dispatched(self) -> SyncEngine:
         if self._closed:
             raise EngineDeadError("This model was closed; `model.restart()` opens it again.")
         if self._engine is None:
-            if self._arguments["taps"] not in (RESID, (), []):
-                # A misspelt pattern is known before an engine is built, which takes long.
-                resolve(self.tree, self._arguments["taps"])
+            self._check_taps()
             self._engine = SyncEngine(self._repo, self._arguments, **self._limits)
-            self._places.tree = self._engine.tree
-            keep_tree(self._engine.tree, self._repo, engine(), self._arguments)
+            self._confirm(self._engine)
         return self._engine
 
-    def _backend_for(self, arguments: dict[str, Any]) -> Backend:
+    def _build_async(self) -> AsyncEngine:
+        if self._closed:
+            raise EngineDeadError("This model was closed; `model.restart()` opens it again.")
+        self._check_taps()
+        return AsyncEngine(self._repo, self._arguments, **self._limits)
+
+    def _check_taps(self) -> None:
+        if self._arguments["taps"] not in (RESID, (), []):
+            # A misspelt pattern is known before an engine is built, which takes long.
+            resolve(self.tree, self._arguments["taps"])
+
+    def _confirm(self, built: SyncEngine | AsyncEngine) -> None:
+        """The tree is the one that the engine itself has recorded."""
+        self._places.tree = built.tree
+        keep_tree(built.tree, self._repo, engine(), self._arguments)
+
+    def _backend_for(self, arguments: dict[str, Any]) -> Any:
         url = arguments.pop("serve", None) or self._serve
         key = arguments.pop("api_key", None)
         if url is None:

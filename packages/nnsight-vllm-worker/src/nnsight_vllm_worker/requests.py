@@ -6,63 +6,68 @@ request is, and leaves with it.
 
 from __future__ import annotations
 
-import builtins
-import hashlib
 import io
 import logging
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import orjson
-import torch
-
 from nnsight_core.code import compile_block
-from nnsight_core.effects import effects_of
+from nnsight_core.effects import Effects
 from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
+from nnsight_core.explain import Explanation
 from nnsight_core.keeps import Keeper, Keeps
-from nnsight_core.locations import RESULT
+from nnsight_core.locations import RESULT, STEP
 from nnsight_core.lowering import Lowered, NotLowered
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
-from nnsight_core.wants import lower_at_taps, wants_of
 from nnsight_core.watch import Watch
 from nnsight_core.watchdog import WATCHDOG
-from nnsight_core.wire.blocks import code_of, decode_run, encode_ended
-from nnsight_core.wire.code import CodeDecoder
+from nnsight_core.wire.blocks import encode_ended, encode_saved
 from nnsight_core.wire.forms import tagged
-from nnsight_core.wire.frames import Frame, read_frame
+from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import (
-    BlockMessage,
     EndedMessage,
+    InstalledMessage,
     PrintedMessage,
     WarningData,
-    expect,
 )
+from nnsight_core.wire.told import Told
 from nnsight_vllm_worker.blobs import Store
+from nnsight_vllm_worker.known import Blocks, Known
 from nnsight_vllm_worker.rows import RowMap
-from nnsight_vllm_worker.tables import Full, Tables
+from nnsight_vllm_worker.tables import Full, Table, Tables
 from nnsight_vllm_worker.traced import Arrival, Traced
 from nnsight_vllm_worker.vllm_ports.ending import Ending
+from nnsight_vllm_worker.vllm_ports.scheduling import KEY
 from nnsight_vllm_worker.written import LIMIT, Allowance, Written
 
 _log = logging.getLogger(__name__)
-_MOST_KNOWN = 256
-"""How many blocks are remembered as lowered or not."""
-EXTRA = "nnsight"
-"""The entry of `extra_args` that holds a request's block."""
+EXTRA, EDITS, SEQUENCES, STREAMS = (
+    "nnsight",
+    "nnsight_edits",
+    "nnsight_sequences",
+    "nnsight_streams",
+)
+"""The entries of `extra_args` that hold a request's block, the ids of its edits, into how many
+sequences it fans out, and whether its saves are wanted as they are made."""
 SENT = "nnsight_sent"
 """The entry that says when it was sent, by the clock of the engine's holder."""
+FOREIGN = "foreign-"
+"""How the keys of requests begin that came to the engine past us, for whom nobody waits."""
 
 
 class Tracing:
     """The traced requests of one worker.
 
     Attributes:
-        requests: those that take part in forward passes, by the engine's id.
-        awaited: those whose blocks have not said everything yet, by key and sequence.
-        limit: how many seconds a block may run before it gives control back.
+        requests: the blocks of those that take part in forward passes, by the engine's id, in the
+            order in which they see a location: edits as they were installed, then its own.
+        awaited: the blocks that have not said everything yet, by key, sequence and edit.
+        written: what the taps write for each request.
+        edits: the blocks that are installed, by id.
         record: finds out about the operations of a function inside a forward, when they are first
             asked for.
     """
@@ -76,16 +81,17 @@ class Tracing:
         emit: Callable[[Frame], None],
         config: Any,
         pickle: bool,
+        limit: float | None,
     ) -> None:
         self.tables: Tables
         self.keeps: Keeps
-        self.requests: dict[str, Traced] = {}
-        self.awaited: dict[tuple[str, int], Traced] = {}
-        self.limit: float | None = None
+        self.requests: dict[str, list[Traced]] = {}
+        self.awaited: dict[tuple[str, int, str], Traced] = {}
+        self.written: dict[str, Table] = {}
+        self.edits: dict[str, Known] = {}
+        self.limit = limit
         self.record: Callable[[str], None] = lambda path: None
         self._recorded: set[str] = set()
-        self._known: dict[tuple[bytes, int], Lowered | NotLowered] = {}
-        self._root = root
         self._watch = watch
         self._rows = rows
         self._store = store
@@ -93,10 +99,11 @@ class Tracing:
         assert watch.places.tree is not None
         self._tree = watch.places.tree
         self._config = config
-        self._pickle = pickle
+        extra = {"print": _print(self.printed)}
+        self.blocks = Blocks(root, self._tree, store, pickle, extra, limit)
         self._allowance = Allowance()
         self._ended: list[Traced] = []
-        self._extra = {"print": _print(self.printed), "__builtins__": builtins}
+        self._streaming: dict[Traced, None] = {}
         self._show = warnings.showwarning
         warnings.showwarning = self._warned  # type: ignore[assignment]
 
@@ -111,58 +118,63 @@ class Tracing:
         return LIMIT - self._allowance.left
 
     def come(self, arrival: Arrival) -> None:
-        """A request has come; if it carries a block, its run is made ready."""
-        request = arrival.request
+        """A request has come; if blocks belong to it, their runs are made ready."""
         params: Any = arrival.params
-        data = (params and params.extra_args or {}).get(EXTRA)
-        if data is None:
-            return
-        try:
-            frame = read_frame(data)
-            message = expect(frame, BlockMessage)
-        except ProtocolError as error:
-            # Not from our front ends, which never send one: the request goes on as a plain one.
-            _log.warning("Request %s carries no block of this version: %s", request, error)
+        extra = (params and params.extra_args) or {}
+        own, edits = extra.get(EXTRA), extra.get(EDITS) or ()
+        if own is None and not edits:
             return
         # vLLM names the sequences of one request by a number before the parent's id.
-        sequence = int(request.partition("_")[0]) if message.sequences > 1 else 0
-        bare = Run(compile_block("    pass\n", message.block.filename, 1, "block"), {})
-        traced = Traced(request, message.key, sequence, len(arrival.prompt), bare)
-        bare.key = traced
-        self.awaited[traced.key, sequence] = traced
-        self.keeps.tick(params.extra_args.get(SENT, 0.0))
-        try:
-            if arrival.cached:
-                raise EngineError(
-                    f"{arrival.cached} tokens of the prompt came from a cache, so the block cannot "
-                    "see it whole."
+        several = extra.get(SEQUENCES, 1) > 1
+        sequence = int(arrival.request.partition("_")[0]) if several else 0
+        key, streams = extra.get(KEY, arrival.request), bool(extra.get(STREAMS))
+        self.keeps.tick(extra.get(SENT, 0.0))
+        ready: list[tuple[Traced, Known, Effects]] = []
+        blocks = [*edits] if own is None else [*edits, ""]
+        for edit in blocks:
+            traced = self._traced(arrival, key, sequence, edit)
+            self.awaited[key, sequence, edit] = traced
+            if streams:
+                traced.told = Told()
+                self._streaming[traced] = None
+            try:
+                known = self._known(edit) if edit else self.blocks.of(own or b"")
+                ready.append((traced, known, self._ready(traced, known, arrival)))
+            except ProtocolError as error:
+                # Not from our front ends, which never send one: the request goes on as a plain one.
+                _log.warning(
+                    "Request %s carries no block of this version: %s", arrival.request, error
                 )
-            traced.written = Written(self._rows, self._allowance)
-            traced.reads = message.block.reads
-            traced.known = self._rows.known()
-            traced.ending = Ending(request, arrival.prompt, params, self._config)
-            traced.run = self._run(message, frame, traced)
-        except BaseException as error:
-            # What cannot be made into a run is an error of this request alone, whatever the user's
-            # code raises as it is loaded.
-            self.fail(traced, error)
-            self.send()
-            return
-        self.requests[request] = traced
+                self.awaited.pop((key, sequence, edit))
+                self._streaming.pop(traced, None)
+            except BaseException as error:
+                # What cannot be made into a run is an error of this block alone, whatever the
+                # user's code raises as it is loaded.
+                self.fail(traced, error)
+        if ready:
+            self.requests[arrival.request] = [traced for traced, _, _ in ready]
+            self._lower(arrival.request, ready)
+            for rank, (traced, _, _) in enumerate(ready):
+                traced.run.rank = rank
+            uncached = [t for t, _, _ in ready if arrival.cached and not t.alone]
+            for traced in uncached:
+                self.fail(traced, EngineError(_CACHED.format(arrival.cached)))
+        self.send()
 
     def gone(self, request: str) -> None:
-        """A request has left the engine; its block may still wait for the finished output."""
-        traced = self.requests.pop(request, None)
-        if traced is not None:
+        """A request has left the engine; its blocks may still wait for the finished output."""
+        for traced in self.requests.pop(request, ()):
             traced.written.release()
-            if traced.table is not None:
-                self.tables.release(traced.table)
+        table = self.written.pop(request, None)
+        if table is not None:
+            self.tables.release(table)
 
     def forget(self, key: str) -> None:
         """Drop the blocks of a request that nobody waits for any more."""
         for place in [p for p in self.awaited if p[0] == key]:
             traced = self.awaited.pop(place)
             traced.sent = True
+            self._streaming.pop(traced, None)
             self.gone(traced.request)
             self._drop(traced.run)
         self.keeps.drop_of(key)
@@ -174,7 +186,7 @@ class Tracing:
 
     def over(self, traced: Traced) -> None:
         """A request makes no further step, so its caches hold all that they will."""
-        self.gone(traced.request)
+        self._retire(traced)
         if traced.run.dead and not traced.sent and traced not in self._ended:
             self._ended.append(traced)
 
@@ -184,20 +196,54 @@ class Tracing:
         traced.run.error = error
         traced.run.dead = True
         traced.sent = False
-        self.gone(traced.request)
+        self._retire(traced)
         self._ended.append(traced)
 
+    def _retire(self, traced: Traced) -> None:
+        """A block takes no part in its request any more."""
+        left = self.requests.get(traced.request, [])
+        if traced not in left:
+            return
+        left.remove(traced)
+        traced.written.release()
+        if not left:
+            self.gone(traced.request)
+        elif traced.lowered is not None and not traced.run.over:
+            # What the taps write for the others stays.
+            self._write(traced.request, [t for t in left if t.lowered is not None])
+
     def send(self) -> None:
-        """Send what has ended, and say of which runs the finished output is waited for."""
+        """Send what has ended, what is new, and of which runs the finished output is waited for."""
         for traced in self._ended:
             if not traced.sent:
                 self._send(traced)
         self._ended.clear()
+        for traced in list(self._streaming):
+            self._stream(traced)
         for traced in self.awaited.values():
             if traced.run.waits_for is RESULT and not traced.waits:
                 traced.waits = True
-                message = EndedMessage(key=traced.key, sequence=traced.sequence, waits=True)
-                self._emit(message.frame())
+                place = {"key": traced.key, "sequence": traced.sequence, "edit": traced.edit}
+                self._emit(EndedMessage(**place, waits=True).frame())
+
+    def _stream(self, traced: Traced) -> None:
+        """Say what a block has saved since it was last said, and up to which step that is all."""
+        run, steps = traced.run, traced.made
+        if run.waits_for is STEP:
+            steps = max(steps, run.awaits)
+        if run.waits_for is RESULT or (traced.alone and not run.started):
+            steps = -1
+        if steps == traced.said:
+            return
+        traced.said = steps
+        about = {"key": traced.key, "sequence": traced.sequence, "edit": traced.edit}
+        about |= {"made": traced.made, "steps": steps}
+        encoded = partial(encode_saved, run, traced.told, **about)
+        try:
+            self._emit(WATCHDOG.call(self.limit, encoded))
+        except BaseException as error:
+            self.fail(traced, _safe(error))
+            self._send(traced)
 
     def _send(self, traced: Traced) -> None:
         run = traced.run
@@ -216,22 +262,26 @@ class Tracing:
         if keeper is not None and keeper.made:
             keeper.settle(handles_of(frame))
         traced.sent = True
-        self.awaited.pop((traced.key, traced.sequence), None)
-        if run.error is not None or not (traced.written or traced.table or run.recorders):
-            self.gone(traced.request)
+        self._streaming.pop(traced, None)
+        self.awaited.pop((traced.key, traced.sequence, traced.edit), None)
+        if run.error is not None or not (traced.written or traced.lowered or run.recorders):
+            self._retire(traced)
         self._emit(frame)
 
     def _encoded(self, traced: Traced) -> Frame:
-        ways = dict(traced.ways)
-        return encode_ended(traced.run, traced.key, traced.sequence, traced.notes, ways)
+        about: dict[str, Any] = {"ways": dict(traced.ways)}
+        if traced.edit:
+            about |= {"edit": traced.edit, "seconds": traced.run.seconds}
+        place = (traced.key, traced.sequence)
+        return encode_ended(traced.run, *place, traced.notes, traced.told, **about)
 
     def _drop(self, run: Run) -> None:
         (run.interleaver or self._watch.interleaver).drop(run)
 
     def printed(self, traced: Traced, text: str) -> None:
         """A block printed something."""
-        message = PrintedMessage(key=traced.key, sequence=traced.sequence, text=text)
-        self._emit(message.frame())
+        place = {"key": traced.key, "sequence": traced.sequence, "edit": traced.edit}
+        self._emit(PrintedMessage(**place, text=text).frame())
 
     def close(self) -> None:
         """Let warnings of this process go where they went before."""
@@ -239,67 +289,93 @@ class Tracing:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _run(self, message: BlockMessage, frame: Frame, traced: Traced) -> Run:
-        block = message.block
-        code = code_of(block)
-        keeper = Keeper(self.keeps, traced.key, traced.sequence)
+    def _traced(self, arrival: Arrival, key: str, sequence: int, edit: str) -> Traced:
+        bare = Run(compile_block("    pass\n", "<block>", 1, "block"), {})
+        traced = Traced(arrival.request, key, sequence, edit, len(arrival.prompt), bare)
+        bare.key = traced
+        traced.written = Written(self._rows, self._allowance)
+        return traced
 
-        def blob(digest: str, dtype: str, shape: list[int]) -> torch.Tensor:
-            traced.blobs.append(digest)
-            return self._store.get(digest, dtype, shape, copy=code.snapshots)
+    def _known(self, edit: str) -> Known:
+        known = self.edits.get(edit)
+        if known is None:
+            raise EngineError(f"The edit {edit} was cleared before the request came to run.")
+        return known
 
-        with torch.inference_mode(False):
-            decoder = CodeDecoder(
-                frame.buffers,
-                self._root,
-                blob=blob,
-                place=lambda tensor: tensor.to(self._store.device),
-                kept=lambda id, name: keeper.get(id, code.snapshots, name),
-                pickle=self._pickle,
-                extra=self._extra,
-            )
-            run = WATCHDOG.call(self.limit, decode_run, block, decoder, traced, self._extra)
-            run.limit, run.keeper = self.limit, keeper
-        effects = effects_of(code, run.scope, self._tree)
-        traced.wants = wants_of(effects, self._tree)
-        if effects.writes_forward and self._tree.taps:
-            run = self._lowered(run, traced, _identity(frame)) or run
-        if "source" in code.compiled.co_names:
+    def _ready(self, traced: Traced, known: Known, arrival: Arrival) -> Effects:
+        """Make the run of a block for a request that has come."""
+        traced.reads = known.block.reads
+        traced.known = self._rows.known()
+        traced.ending = Ending(arrival.request, arrival.prompt, arrival.params, self._config)
+        place = f"{traced.sequence}{traced.edit}"
+        keeper = Keeper(self.keeps, traced.key, place)
+        traced.run = known.run(traced, traced.blobs, keeper)
+        effects, traced.wants = known.reach(traced.run)
+        self.look_inside(known, effects)
+        return effects
+
+    def look_inside(self, known: Known, effects: Effects) -> None:
+        """Have the operations watched that a block's text names."""
+        if "source" in known.code.compiled.co_names:
             for path in effects.sources():
                 self._watch.watch_source(path)
                 if ".source." in path and path not in self._recorded:
                     self._recorded.add(path)
                     self.record(path)
-        return run
 
-    def _lowered(self, run: Run, traced: Traced, digest: bytes) -> Run | None:
-        """The run of what is left of a block whose writes the taps do; None if they cannot.
+    def _lower(self, request: str, ready: list[tuple[Traced, Known, Effects]]) -> None:
+        """Let the taps do the writes of a request's blocks, as far as their order stays the same.
 
-        Args:
-            digest: what identifies the block and all that it takes along; empty if nothing does.
+        Taps write before any Python runs at them. So of several blocks, what the first ones write
+        may be lowered, up to the first that writes itself, and nothing that an earlier one reads.
         """
-        device = self._store.device
-        key = (digest, traced.prompt)
-        found = self._known.get(key) if digest else None
-        if found is None:
-            asked = (run.code, run.scope, self._tree, traced.prompt, device)
-            found = WATCHDOG.call(self.limit, lower_at_taps, *asked)
-            if digest:  # else what the block takes along would stay, and nobody find it again
-                self._known[key] = found
-            while len(self._known) > _MOST_KNOWN:
-                del self._known[next(iter(self._known))]
-        if isinstance(found, NotLowered):
-            return None
+        read: set[str] = set()
+        lowered: list[tuple[Traced, Known, Lowered]] = []
+        for traced, known, effects in ready:
+            wants = traced.wants
+            if effects.writes_forward:
+                found = self.lowered(traced, known) if self._tree.taps else None
+                if found is None or any(f"{w.path}.output" in read for w in found.writes):
+                    break
+                lowered.append((traced, known, found))
+                _, wants = known.rest(found, traced.run)
+            read.update((*wants.first.taps, *wants.later.taps))
+        if not lowered:
+            return
+        for traced, _, found in lowered:
+            traced.lowered = found
         try:
-            traced.table = self.tables.install(found, traced.prompt)
+            self._write(request, [traced for traced, _, _ in lowered])
         except Full:
-            return None
-        traced.wants = wants_of(effects_of(found.rest, run.scope, self._tree), self._tree)
-        traced.alone = found.alone
-        rest = Run(found.rest, run.scope, traced)
-        rest.saves.shared, rest.limit, rest.reader = run.saves.shared, run.limit, True
-        rest.keeper = run.keeper
-        return rest
+            for traced, _, _ in lowered:
+                traced.lowered = None
+            return
+        for traced, known, found in lowered:
+            traced.run, traced.wants = known.rest(found, traced.run)
+            traced.alone = found.alone
+
+    def lowered(self, traced: Traced, known: Known) -> Lowered | None:
+        """What the taps can do of a block, if they can do all that it writes."""
+        found: Any = None
+        if traced.edit:
+            # One form for prompts of any length, if there is one.
+            found = known.lowered(traced.run, None)
+        if not isinstance(found, Lowered):
+            found = known.lowered(traced.run, traced.prompt)
+        return found if isinstance(found, Lowered) else None
+
+    def _write(self, request: str, blocks: list[Traced]) -> None:
+        """Have the taps write for these blocks of a request, and for no others.
+
+        Raises:
+            Full: there is no room.
+        """
+        before = self.written.pop(request, None)
+        if before is not None:
+            self.tables.release(before)
+        if blocks:
+            forms = tuple(t.lowered for t in blocks if t.lowered is not None)
+            self.written[request] = self.tables.install(forms, blocks[0].prompt)
 
     def _warned(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
         run = current_run()
@@ -319,39 +395,44 @@ class Tracing:
 
 def handles_of(frame: Frame) -> list[str]:
     """The ids of the handles that a message brings home."""
-    forms = tagged(*frame.header["saves"].values())
+    header = frame.header
+    forms = tagged(*header["saves"].values(), *header.get("more", {}).values())
     return [form["id"] for form in forms if form["$"] == "kept"]
 
 
-_BY_CONTENT = """
-    array bool bytes complex device dict dtype ellipsis float int list node operation plain range
-    scalar set size slice source tensor text tracer tuple
-"""
-_TAGS = frozenset(_BY_CONTENT.split())
-_CONSTANT = ("math", "numpy", "torch", "torch.nn.functional")
+def installed_of(tracing: Tracing, known: Known, edit: str) -> InstalledMessage:
+    """Install a block as an edit, and say what is known of it.
+
+    Raises:
+        LocationError: its text surely names a location that does not exist.
+    """
+    bare = Traced("", "", 0, edit, 1, Run(known.code, {}))
+    bare.run = known.run(bare, bare.blobs, Keeper(tracing.keeps, edit))
+    effects, wants = known.reach(bare.run)
+    effects.check(tracing.blocks.tree, known.code)
+    tracing.look_inside(known, effects)
+    found: Any = None
+    if effects.writes_forward and tracing.blocks.tree.taps:
+        found = known.lowered(bare.run, None)
+    lowered = isinstance(found, Lowered)
+    if lowered:
+        _, wants = known.rest(found, bare.run)
+    tracing.edits[edit] = known
+    told = Explanation(
+        wants,
+        tuple(map(str, found.writes)) if lowered else (),
+        tuple(str(found).splitlines()) if isinstance(found, NotLowered) else (),
+    )
+    return InstalledMessage(
+        key=edit,
+        whole=known.block.whole and not lowered,
+        writes=known.block.whole,
+        alone=lowered and found.alone,
+        way=str(told),
+    )
 
 
-def _identity(frame: Frame) -> bytes:
-    """What tells a block and its names from any other; empty if their bytes do not say it all."""
-    block = frame.header["block"]
-    if not all(_by_content(form) for form in block["names"].values()):
-        return b""
-    digest = hashlib.blake2b(orjson.dumps(block))
-    for buffer in frame.buffers:
-        digest.update(buffer)
-    return digest.digest()
-
-
-def _by_content(form: Any) -> bool:
-    """Whether a typed value says all of what it is: nothing is imported or unpickled for it."""
-    if isinstance(form, list):
-        return all(map(_by_content, form))
-    if not isinstance(form, dict):
-        return True
-    if form.get("$") == "pymodule":
-        return form["name"] in _CONSTANT
-    inner = (form.get("k", ()), form.get("v", ()))
-    return form.get("$") in _TAGS and all(_by_content(list(part)) for part in inner)
+_CACHED = "{} tokens of the prompt came from a cache, so the block cannot see it whole."
 
 
 def _safe(error: BaseException) -> BaseException:

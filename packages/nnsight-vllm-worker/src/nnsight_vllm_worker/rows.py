@@ -8,7 +8,7 @@ happens to equal the number of tokens is never cut by mistake.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,15 @@ class Span(NamedTuple):
     first: int
     start: int
     stop: int
+    row: int
+
+
+class Placed(NamedTuple):
+    """A request in a pass: the keys of its runs, its tokens, those of its step, its place."""
+
+    keys: Sequence[object]
+    tokens: int
+    live: int
     row: int
 
 
@@ -58,7 +67,7 @@ def axis_of(info: TensorInfo) -> Axis | Unknown | None:
 class RowMap:
     """The spans of the forward pass that is running. See `nnsight_core.visit.Rows`.
 
-    Keys of runs are `Traced` requests, which know what came of their prompt before.
+    Keys of runs are `Traced`s, which know what came of their request's prompt before.
 
     Args:
         like: another map, whose recorded axes this one shares.
@@ -85,23 +94,19 @@ class RowMap:
         """The locations that were recorded."""
         return self._axes.keys()
 
-    def place(self, order: list[tuple[object, int, int]]) -> None:
-        """Take the rows of a pass, in batch order: each request's key, its tokens, its step's."""
-        rows = [(key, tokens, live, row) for row, (key, tokens, live) in enumerate(order)]
-        self.place_copies(rows, len(order))
-
-    def place_copies(self, order: list[tuple[object, int, int, int]], requests: int) -> None:
-        """Take the rows of copies that hold some requests' tokens only, one after the other.
+    def place(self, order: Sequence[Placed], requests: int) -> None:
+        """Take the rows of a pass, or of copies that hold some requests' tokens only.
 
         Args:
-            order: each request's key, its tokens, its step's, its place among the requests.
-            requests: of how many.
+            order: the requests, as their tokens follow one another.
+            requests: how many there are along the other axis.
         """
         self._spans = {}
         first = 0
-        for key, tokens, live, row in order:
+        for keys, tokens, live, row in order:
             stop = first + tokens
-            self._spans[key] = Span(first, stop - live, stop, row)
+            for key in keys:
+                self._spans[key] = Span(first, stop - live, stop, row)
             first = stop
         self._totals = {TOKENS: first, REQUESTS: requests}
 

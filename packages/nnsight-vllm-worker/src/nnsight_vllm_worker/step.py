@@ -10,7 +10,7 @@ pass (interleaved, eager), when it is over (after), or when the next one is on i
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -19,16 +19,16 @@ from nnsight_core.errors import EngineError
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Location, Phase
 from nnsight_core.wants import Way
-from nnsight_vllm_worker.copies import Copies, Seat, spans_of, take_rows
+from nnsight_vllm_worker.copies import Copies, Seat, take_rows
 from nnsight_vllm_worker.deferred import Deferred, parts_of
-from nnsight_vllm_worker.requests import Tracing
-from nnsight_vllm_worker.rows import RowMap
+from nnsight_vllm_worker.requests import FOREIGN, Tracing
+from nnsight_vllm_worker.rows import Placed, RowMap
 from nnsight_vllm_worker.taps import Taps
-from nnsight_vllm_worker.traced import Arrival, Part, Traced
+from nnsight_vllm_worker.traced import Arrival, Entry, Part, Traced
 
 
 class Steps:
-    """The steps of one engine, and the traced requests in it.
+    """The steps of one engine, and the blocks of the requests in it.
 
     Args:
         compiled: whether the engine compiles its model; otherwise every pass is eager.
@@ -77,11 +77,24 @@ class Steps:
             self.deferred.apart = True
         for request in gone:
             self._here.discard(request)
-            self.tracing.gone(request)
+            self._gone(request)
         for arrival in new:
             if arrival.request not in self._here:
                 self._here.add(arrival.request)
                 self.tracing.come(arrival)
+
+    def _gone(self, request: str) -> None:
+        blocks = [t for t in self.tracing.requests.get(request, ()) if t.key.startswith(FOREIGN)]
+        if blocks:
+            # Nobody will say that it has finished, and with what.
+            self.deferred.run()
+        for traced in blocks:
+            self.interleaver.finish(traced.run)
+            self.tracing.over(traced)
+        self.tracing.gone(request)
+        if blocks:
+            self.tracing.send()
+            self.tracing.forget(blocks[0].key)
 
     def _interrupted(self) -> None:
         """The pass before was left in the middle: its blocks will not see the rest of it."""
@@ -96,33 +109,46 @@ class Steps:
     def begin(self, batch: list[Part]) -> None:
         """The forward pass is about to run on this batch."""
         self._reset()
-        seats = [seat for row, part in enumerate(batch) if (seat := self._enter(row, part))]
-        self._final = len(seats) == len(batch) and all(s.last for s in seats)
-        self._place_writes(batch, seats)
+        seats = [seat for row, part in enumerate(batch) for seat in self._enter(row, part)]
+        self._final = len({s.row for s in seats}) == len(batch) and all(s.last for s in seats)
+        self._place_writes(batch)
         seats = [seat for seat in seats if seat.observed or not seat.idle]
         self.way = max([self._way(seat) for seat in seats], default=Way.PLAIN)
+        if self.way is Way.AFTER:
+            self._join(seats)
         if self.way >= Way.INTERLEAVED:
             self._run_within(batch, seats)
         elif seats:
             self._copy_from(batch, seats)
 
-    def _place_writes(self, batch: list[Part], seats: list[Seat]) -> None:
+    def _place_writes(self, batch: list[Part]) -> None:
         """Let the taps write what blocks have them write in this pass."""
-        first = [0, *itertools.accumulate(part.tokens for part in batch)]
-        self.tracing.tables.place([(first[seat.row], seat.spans) for seat in seats])
+        first, placed = 0, []
+        for part in batch:
+            table = self.tracing.written.get(part.request)
+            if table is not None:
+                try:
+                    placed.append((first, table.spans(part.computed, part.tokens)))
+                except EngineError as error:
+                    for traced in list(self.tracing.requests[part.request]):
+                        if traced.lowered is not None:
+                            self.tracing.fail(traced, error)
+            first += part.tokens
+        self.tracing.tables.place(placed)
 
-    def _enter(self, row: int, part: Part) -> Seat | None:
-        traced = self.tracing.requests.get(part.request)
-        if traced is None:
-            return None
-        try:
-            seat = Seat(traced.enter(part), row, list(traced.observed(part)))
-            if traced.table is not None:
-                seat.spans = traced.table.spans(part.computed, part.tokens)
-            return seat
-        except EngineError as error:
-            self.tracing.fail(traced, error)
-            return None
+    def _enter(self, row: int, part: Part) -> Iterator[Seat]:
+        for traced in tuple(self.tracing.requests.get(part.request, ())):
+            try:
+                yield Seat(traced.enter(part), row, list(traced.observed(part)))
+            except EngineError as error:
+                self.tracing.fail(traced, error)
+
+    def _join(self, seats: list[Seat]) -> None:
+        """Let the blocks of one request see a pass at the same time, in their order."""
+        after = {seat.row for seat in seats if seat.way is Way.AFTER}
+        for seat in seats:
+            if seat.row in after:
+                seat.way = Way.AFTER
 
     def _way(self, seat: Seat) -> Way:
         """The fastest way that gives a request what it wants of this pass."""
@@ -146,15 +172,15 @@ class Steps:
         """Begin a pass in which blocks run."""
         self.deferred.run()
         self.deferred.join()
-        at = {seat.row: seat.entry for seat in seats}
-        self.rows.place(
-            [
-                (at[row].traced, part.tokens, at[row].live)
-                if row in at
-                else (part.request, part.tokens, part.tokens)
-                for row, part in enumerate(batch)
-            ]
-        )
+        entries: dict[int, list[Entry]] = {}
+        for seat in seats:
+            entries.setdefault(seat.row, []).append(seat.entry)
+        placed = []
+        for row, part in enumerate(batch):
+            own = entries.get(row, [])
+            live = own[0].live if own else part.tokens
+            placed.append(Placed([entry.traced for entry in own], part.tokens, live, row))
+        self.rows.place(placed, len(batch))
         self._within = seats
         self.graphs = False
         self.interleaver.reachable = None
@@ -172,10 +198,10 @@ class Steps:
         if any(self.deferred.holds(seat.entry.traced) for seat in after):
             self.deferred.run()
         if later:
-            self._later = Copies(self.taps, later, spans_of(later, tokens), 0)
+            self._later = Copies(self.taps, later, tokens, 0)
         if after:
             first = self._later.rows if self._later is not None else 0
-            self._after = Copies(self.taps, after, spans_of(after, tokens), first)
+            self._after = Copies(self.taps, after, tokens, first)
         kept = [copies for copies in (self._later, self._after) if copies is not None]
         if not any(copies.wanted for copies in kept):
             return
@@ -216,13 +242,12 @@ class Steps:
             self.interleaver.advance(Phase.SAMPLES)
         if self._later is not None and any(seat.logits for seat in self._later.seats):
             assert logits is not None
-            self._logits = take_rows(logits, [seat.row for seat in self._later.seats])
+            self._logits = take_rows(logits, self._later.requests)
 
     def _run_after(self, copies: Copies, requests: int) -> None:
         """Run blocks on the copies, between the forward pass and the sampler."""
         self.deferred.join()
-        order = [(key, rows, live, copies.seats[i].row) for key, rows, live, i in copies.order()]
-        self.rows.place_copies(order, requests)
+        self.rows.place(copies.order(in_batch=True), requests)
         self._within = copies.seats
         self.interleaver.reachable = copies.values.keys()
         self._begin(copies.seats)
@@ -258,12 +283,15 @@ class Steps:
             return []
         if self.way >= Way.AFTER:
             self.interleaver.advance(Phase.RESULT)
-        stopped = []
-        for traced in [seat.entry.traced for seat in self._within if seat.entry.draws]:
+        drawing = [seat.entry.traced for seat in self._within if seat.entry.draws]
+        stopped = [t.request for t in drawing if t.run.stopping and not t.run.over]
+        if stopped:
+            # The other blocks of such a request have seen all of its steps, too.
+            self.deferred.run()
+            drawing += [t for r in set(stopped) for t in self.tracing.requests.get(r, ())]
+        for traced in dict.fromkeys(drawing):
             run = traced.run
-            if run.stopping and not run.over:
-                stopped.append(traced.request)
-            run.over |= run.stopping
+            run.over |= traced.request in stopped
             if run.over and traced.alone:
                 self.deferred.catch_up(traced)
             if run.over:

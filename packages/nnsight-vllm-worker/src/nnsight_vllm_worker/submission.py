@@ -4,14 +4,48 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nnsight_core.kept import Kept
 from nnsight_core.wire.frames import Buffer
 from nnsight_core.wire.messages import BlockData, BlockMessage
 from nnsight_vllm_worker.prompts import prompt_of, sampling_of
-from nnsight_vllm_worker.requests import EXTRA, SENT
-from nnsight_vllm_worker.vllm_ports.scheduling import WHOLE
+from nnsight_vllm_worker.requests import EXTRA, SENT, SEQUENCES, STREAMS
+from nnsight_vllm_worker.vllm_ports.scheduling import KEY, WHOLE
+
+if TYPE_CHECKING:
+    from nnsight_vllm_worker.edits import Installed
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A block as requests carry it; those that run the same one share it.
+
+    Attributes:
+        data: its frame.
+        whole: whether a prompt has to run in one piece for it.
+        blobs: contents of the outside tensors that it needs.
+        handles: the kept values that it uses, which stay as long as this does.
+    """
+
+    data: bytes
+    whole: bool
+    blobs: tuple[str, ...] = ()
+    handles: tuple[Kept, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        block: BlockData,
+        buffers: list[Buffer],
+        blobs: Mapping[str, Any],
+        handles: Iterable[Kept] = (),
+    ) -> Carried:
+        """A block with the buffers that it names and what it needs."""
+        data = BlockMessage(block=block).frame(buffers).to_bytes()
+        return cls(data, block.whole, tuple(blobs), tuple(handles))
 
 
 @dataclass(slots=True)
@@ -20,10 +54,13 @@ class Request:
 
     Attributes:
         key: names it between the engine's holder and its workers.
+        traced: whether it carries a block of its own.
         sequences: how many sequences it fans out into (`n`).
-        traced: whether it carries a block, so that frames come for each sequence.
-        whole: whether its prompt has to run in one piece.
+        whole: whether its block needs its prompt in one piece.
         blobs: contents of the outside tensors that its block needs.
+        names: the edits that it asks for; None for all.
+        edits: those that it has, once it has begun.
+        streams: whether its outputs and saves are wanted as they are made.
     """
 
     key: str
@@ -33,15 +70,22 @@ class Request:
     sequences: int = 1
     whole: bool = False
     lora: Any = None
-    blobs: list[str] = field(default_factory=list)
+    blobs: tuple[str, ...] = ()
+    names: list[str] | None = None
+    edits: list[Installed] = field(default_factory=list)
+    streams: bool = False
+
+    def stream(self) -> None:
+        """Have its outputs and saves sent as they are made."""
+        self.streams = True
+        self.params.extra_args[STREAMS] = True
 
 
 def request_of(
     prompt: Any,
     sampling: dict[str, Any],
-    block: BlockData | None,
-    buffers: list[Buffer],
-    blobs: list[str],
+    carried: Carried | None = None,
+    edits: list[str] | None = None,
 ) -> Request:
     """The request of an invoke.
 
@@ -53,22 +97,15 @@ def request_of(
     lora = sampling.pop("lora_request", None)
     params = sampling_of(sampling)
     key = uuid.uuid4().hex
-    whole = block is not None and block.whole
-    taken = prompt_of(prompt)
-    request = Request(key, taken, params, block is not None, params.n, whole, lora, blobs)
-    if block is not None:
-        message = BlockMessage(key=key, sequences=params.n, block=block)
-        extra = dict(params.extra_args or {})
-        extra[EXTRA] = message.frame(buffers).to_bytes()
-        extra[SENT] = time.monotonic()
-        if whole:
+    traced = carried is not None
+    request = Request(key, prompt_of(prompt), params, traced, params.n, lora=lora, names=edits)
+    extra = {**(params.extra_args or {}), KEY: key, SENT: time.monotonic()}
+    if carried is not None:
+        request.whole, request.blobs = carried.whole, carried.blobs
+        extra[EXTRA] = carried.data
+        if carried.whole:
             extra[WHOLE] = True
-            # What it writes goes into keys and values that no other request may find in the cache.
-            request.prompt = {
-                **(taken if isinstance(taken, dict) else {"prompt": taken}),
-                "cache_salt": key,
-            }
-        params.extra_args = extra
-        # A block sees its whole prompt, so none of it may come from the prefix cache.
-        params.skip_reading_prefix_cache = True
+    if params.n > 1:
+        extra[SEQUENCES] = params.n
+    params.extra_args = extra
     return request

@@ -41,14 +41,14 @@ class Table:
     """The table writes of one request, or of several that are alike.
 
     Args:
-        lowered: the block that they come from.
+        lowered: the blocks that they come from, in their order.
         prompt: how many tokens its prompt has.
 
     Attributes:
         users: how many requests it is for.
     """
 
-    def __init__(self, tables: Tables, lowered: Lowered, prompt: int) -> None:
+    def __init__(self, tables: Tables, lowered: tuple[Lowered, ...], prompt: int) -> None:
         self.lowered = lowered
         self.writes: list[Written] = []
         self.entries: list[int] = []
@@ -130,7 +130,7 @@ class Tables:
         self._taps = taps
         self._free = list(range(taps.kinds.shape[0] - 1, 0, -1))
         self._placed: list[tuple[int, tuple[Span, ...]]] = []
-        self._tables: dict[tuple[int, int], Table] = {}
+        self._tables: dict[tuple[int, ...], Table] = {}
 
     @property
     def used(self) -> int:
@@ -142,19 +142,20 @@ class Tables:
         """Whether the map names rows, so that it must be looked at before a pass."""
         return bool(self._placed)
 
-    def install(self, lowered: Lowered, prompt: int) -> Table:
-        """Take a request's writes; those of one lowered block are taken once.
+    def install(self, lowered: tuple[Lowered, ...], prompt: int) -> Table:
+        """Take a request's writes; those of the same lowered blocks are taken once.
 
         Raises:
             Full: there is no room.
         """
-        known = self._tables.get((id(lowered), prompt))
+        key = (prompt, *map(id, lowered))
+        known = self._tables.get(key)
         if known is not None:
             known.users += 1
             return known
         table = Table(self, lowered, prompt)
         try:
-            for affine in lowered.writes:
+            for affine in [write for each in lowered for write in each.writes]:
                 tap = self._taps.taps[self._taps.named[f"{affine.path}.output"]]
                 entry = self._entry(table)
                 along = self._entry(table) if affine.kind == "project" else 0
@@ -163,7 +164,7 @@ class Tables:
         except Full:
             self._free += table.entries
             raise
-        self._tables[id(lowered), prompt] = table
+        self._tables[key] = table
         return table
 
     def release(self, table: Table) -> None:
@@ -171,7 +172,7 @@ class Tables:
         table.users -= 1
         if not table.users:
             self._free += table.entries
-            del self._tables[id(table.lowered), table.prompt]
+            del self._tables[table.prompt, *map(id, table.lowered)]
 
     def copy(self, table: Table, entry: int, after: int) -> int:
         """An entry like another one, which leads to `after`."""

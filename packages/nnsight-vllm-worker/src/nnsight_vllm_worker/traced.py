@@ -1,4 +1,4 @@
-"""One traced request: its run, how far it has come, and what a forward pass does for it."""
+"""One block in a request: its run, how far it has come, and what a forward pass does for it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import NamedTuple
 from nnsight_core.errors import EngineError
 from nnsight_core.interleaver import Observed
 from nnsight_core.locations import Location
+from nnsight_core.lowering import Lowered
 from nnsight_core.run import Run
 from nnsight_core.wants import Wants
 from nnsight_core.wire.messages import WarningData
+from nnsight_core.wire.told import Told
 from nnsight_vllm_worker.pieces import Pieces
 from nnsight_vllm_worker.rows import RowMap
-from nnsight_vllm_worker.tables import Table
 from nnsight_vllm_worker.vllm_ports.ending import Ending
 from nnsight_vllm_worker.written import Written
 
@@ -69,29 +70,35 @@ class Entry(NamedTuple):
 
 
 class Traced:
-    """One traced request.
+    """One block in a request: the request's own, or an edit's.
 
     Attributes:
         request: the engine's id.
         key: what the holder of the engine knows it by; `sequence` tells its sequences apart.
+        edit: the id of the edit whose block it is; empty for the request's own.
         made: how many steps its block has seen drawn.
         position: the place of its step's first token among the request's, in the pass that its
             block sees.
         rows: the row map of that pass.
         wants: what its block wants of its steps.
         ways: how many steps ran in which way.
-        table: what the taps write for it.
+        lowered: what the taps write for it.
         alone: whether they do all that its block does; it is run when the request is over.
+        told: what was told of its saves, if they are wanted as they are made; `said` up to which
+            step.
         pieces: what was seen of the prompt before that pass, if it runs in pieces.
         written: what its block wrote, to be written again if it is computed anew.
         sent: whether its block has said all that it has to say.
         waits: whether it was said that the block waits for the finished output.
     """
 
-    def __init__(self, request: str, key: str, sequence: int, prompt: int, run: Run) -> None:
+    def __init__(
+        self, request: str, key: str, sequence: int, edit: str, prompt: int, run: Run
+    ) -> None:
         self.request = request
         self.key = key
         self.sequence = sequence
+        self.edit = edit
         self.prompt = prompt
         self.run = run
         self.made = 0
@@ -108,14 +115,20 @@ class Traced:
         self.notes: list[WarningData] = []
         self.blobs: list[str] = []
         self.written: Written
-        self.table: Table | None = None
+        self.lowered: Lowered | None = None
         self.alone = False
+        self.told: Told | None = None
+        self.said = 0
         self.ending: Ending
 
     @property
     def idle(self) -> bool:
         """Whether nothing of it runs any more; what it wrote may still have to be kept up."""
         return self.run.dead and not self.run.recorders
+
+    def writes_in(self, step: int) -> bool:
+        """Whether the taps write something for it in a step."""
+        return self.lowered is not None and any(step in w.steps for w in self.lowered.writes)
 
     def skips(self, entry: Entry) -> bool:
         """Whether nothing has to be known of a pass."""

@@ -15,11 +15,15 @@ from nnsight_core.node import Root
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.taps import resolve
 from nnsight_core.watch import Watch, bare_tree
+from nnsight_core.wire.data import Encoder
+from nnsight_core.wire.errors import record_error
 from nnsight_core.wire.frames import Frame
+from nnsight_core.wire.messages import InstalledMessage
 from nnsight_vllm_worker.blobs import Store
 from nnsight_vllm_worker.channel import Sender
+from nnsight_vllm_worker.known import Known
 from nnsight_vllm_worker.record import Record, record
-from nnsight_vllm_worker.requests import Tracing
+from nnsight_vllm_worker.requests import Tracing, installed_of
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.settings import EXTENSION
 from nnsight_vllm_worker.step import Steps
@@ -59,6 +63,15 @@ class WorkerExtension:
         """Let outside tensors go."""
         self._nnsight.store.drop(digests)
 
+    def nnsight_install(self, edit: str, data: bytes) -> bytes:
+        """Install a block as an edit; gives what is known of it, or its error, as a frame."""
+        return self._nnsight.install(edit, data)
+
+    def nnsight_uninstall(self, edits: list[str]) -> None:
+        """Let edits go that no request needs any more."""
+        for edit in edits:
+            self._nnsight.tracing.edits.pop(edit, None)
+
     def nnsight_finish(self, key: str, outputs: str) -> None:
         """Tell the blocks of a request that it has finished, and with what output."""
         self._nnsight.finish(key, outputs)
@@ -88,6 +101,7 @@ class WorkerExtension:
             "kept": tracing.kept,
             "keep_bytes": tracing.keeps.bytes,
             "entries": tracing.tables.used,
+            "edits": len(tracing.edits),
             "tap_bytes": attached.loaded.taps.bytes,
         }
 
@@ -158,8 +172,7 @@ class Attached:
         self._sender = Sender(address) if worker.rank == 0 else None
         config = worker.vllm_config.model_config
         root = _WorkerRoot(watch.places, "", config)
-        self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle)
-        self.tracing.limit = limit
+        self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle, limit)
         self.tracing.tables = Tables(self.loaded.taps)
         self.tracing.record = self._record_inner
         self._interleaver = interleaver
@@ -180,6 +193,15 @@ class Attached:
         assert self._interleaver.places is not None
         seen.teach(self.loaded.rows, self._interleaver.places, inside)
 
+    def install(self, edit: str, data: bytes) -> bytes:
+        encoder = Encoder()
+        try:
+            installed = installed_of(self.tracing, Known(data, self.tracing.blocks), edit)
+        except BaseException as error:
+            message = InstalledMessage(key=edit, error=record_error(error, encoder))
+            return message.frame(encoder.buffers).to_bytes()
+        return installed.frame().to_bytes()
+
     def close(self) -> None:
         """Close the way home."""
         self.tracing.close()
@@ -194,7 +216,7 @@ class Attached:
     def finish(self, key: str, outputs: str) -> None:
         output = RequestOutput.model_validate_json(outputs)
         self.steps.deferred.run()
-        for (awaited, sequence), traced in list(self.tracing.awaited.items()):
+        for (awaited, sequence, _), traced in list(self.tracing.awaited.items()):
             if awaited == key:
                 own = [o for o in output.outputs if o.index == sequence] or output.outputs
                 self.steps.finish(traced, output.model_copy(update={"outputs": own}))

@@ -36,7 +36,7 @@ from nnsight_core.lowering.symbols import (
     rows_and_columns,
     why_unknown,
 )
-from nnsight_core.tracer import InvokeContext, Tracer
+from nnsight_core.tracer import Captured
 from nnsight_core.tree import TOKENS, ModelTree
 
 
@@ -364,7 +364,7 @@ class Symbols(Arithmetic):
         return None
 
 
-_TRACERS = (Tracer, InvokeContext, BlockTracer)
+_TRACERS = (Captured, BlockTracer)
 _OPERATORS: dict[type[ast.operator], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

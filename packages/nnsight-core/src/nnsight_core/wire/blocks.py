@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnsight_core.backend import Ended, Finished, Invoke, Noted, Printed
+from nnsight_core.backend import Ended, Event, Finished, Invoke, Noted, Printed, Saved
 from nnsight_core.block_tracer import BLOCK_TRACER
 from nnsight_core.capture import Block
 from nnsight_core.code import Code, compile_block
@@ -23,8 +23,10 @@ from nnsight_core.wire.messages import (
     FinishedMessage,
     Message,
     PrintedMessage,
+    SavedMessage,
     WarningData,
 )
+from nnsight_core.wire.told import News, Told
 
 
 def encode_block(invoke: Invoke, encoder: CodeEncoder) -> BlockData | None:
@@ -89,50 +91,94 @@ def code_of(data: BlockData) -> Code:
 
 def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str, Any]) -> Run:
     """The run of a block that came over the wire."""
-    code = code_of(data)
-    scope = {**extra, **{name: decoder.decode(v) for name, v in data.names.items()}}
+    return run_with(data, code_of(data), decode_names(data, decoder), key, extra)
+
+
+def decode_names(data: BlockData, decoder: CodeDecoder) -> dict[str, Any]:
+    """What the names of a block that came over the wire hold."""
+    names = {name: decoder.decode(value) for name, value in data.names.items()}
     decoder.forget()
-    scope.update(dict.fromkeys(data.targets, BLOCK_TRACER))
-    run = Run(code, scope, key)
+    return {**names, **dict.fromkeys(data.targets, BLOCK_TRACER)}
+
+
+def run_with(
+    data: BlockData, code: Code, names: dict[str, Any], key: Any, extra: dict[str, Any]
+) -> Run:
+    """The run of a block that came over the wire, whose names hold what was decoded."""
+    run = Run(code, {**extra, **names}, key)
     run.reader = not data.whole
     share(run, data.shared)
     return run
 
 
 def encode_ended(
-    run: Run, key: str, sequence: int, notes: list[WarningData], ways: dict[str, int] | None = None
+    run: Run,
+    key: str,
+    sequence: int,
+    notes: list[WarningData],
+    told: Told | None = None,
+    **about: Any,
 ) -> Frame:
     """The message that a run has ended; what cannot come home becomes the run's error.
 
     Args:
-        ways: how many steps of its request ran in which way.
+        told: what was told of its saves before, if they are streamed.
+        **about: the other fields of the message.
     """
     result = ended(run, 0, sequence)
-    encoder = Encoder()
-    encoder.pack(*result.saves.values())
-    error = result.error
-    saves: dict[str, Any] = {}
     if result.value is not None:
         result.saves[VALUE] = result.value
-    for name, value in result.saves.items():
-        try:
-            saves[name] = encoder.encode(value, name)
-        except EncodeError as refused:
-            error = error or refused
+    news = News(result.saves, {}, []) if told is None else told.rest(result.saves)
+    encoder = Encoder()
+    saves, more, refused = _encoded(news, encoder)
+    error = result.error or refused
     message = EndedMessage(
         key=key,
         sequence=sequence,
         saves=saves,
+        more=more,
+        gone=news.gone,
         error=record_error(error, encoder) if error is not None else None,
         warnings=[*notes, *(_warning(n) for n in result.warnings)],
-        ways=ways or {},
+        **about,
     )
     return message.frame(encoder.buffers)
 
 
-def decode_event(
-    message: Message, frame: Frame, invoke: int, known: list[type]
-) -> Printed | Ended | Finished:
+def encode_saved(run: Run, told: Told, **about: Any) -> Frame:
+    """The message that says what a run has saved since the last one.
+
+    What cannot come home is left for the end of the run, whose error it is then.
+
+    Args:
+        **about: the other fields of the message.
+    """
+    found, _ = run.saves.outcome(run.scope)
+    found.pop(VALUE, None)  # what a function gives back is there when it ends
+    news = told.news(found)
+    encoder = Encoder()
+    saves, more, _ = _encoded(news, encoder)
+    message = SavedMessage(saves=saves, more=more, gone=news.gone, **about)
+    return message.frame(encoder.buffers)
+
+
+def _encoded(
+    news: News, encoder: Encoder
+) -> tuple[dict[str, Any], dict[str, Any], EncodeError | None]:
+    """News as typed values, and an error for what is no data."""
+    encoder.pack(*news.saves.values(), *news.more.values())
+    error: EncodeError | None = None
+    made: list[dict[str, Any]] = [{}, {}]
+    for forms, values in zip(made, (news.saves, news.more), strict=True):
+        for name, value in values.items():
+            try:
+                forms[name] = encoder.encode(value, name)
+            except EncodeError as refused:
+                error = error or refused
+    return made[0], made[1], error
+
+
+def decode_event(message: Message, frame: Frame, invoke: int, known: list[type]) -> Event:
     """What a message says happened, as the front end takes it.
 
     Args:
@@ -140,10 +186,18 @@ def decode_event(
     """
     match message:
         case PrintedMessage():
-            return Printed(invoke, message.text)
+            return Printed(invoke, message.text, message.edit)
+        case SavedMessage():
+            decoder = Decoder(frame.buffers)
+            saves = {name: decoder.decode(v) for name, v in message.saves.items()}
+            more = {name: decoder.decode(v) for name, v in message.more.items()}
+            decoder.forget()
+            place = (invoke, message.sequence, message.steps)
+            return Saved(*place, saves, more, message.gone, message.edit)
         case EndedMessage():
             decoder = Decoder(frame.buffers)
             saves = {name: decoder.decode(v) for name, v in message.saves.items()}
+            more = {name: decoder.decode(v) for name, v in message.more.items()}
             decoder.forget()
             error = None
             if message.error is not None:
@@ -151,8 +205,19 @@ def decode_event(
             notes = [
                 Noted(w.category(known), w.message, w.filename, w.line) for w in message.warnings
             ]
-            value = saves.pop(VALUE, None)
-            return Ended(invoke, message.sequence, saves, value, error, notes, message.ways)
+            return Ended(
+                invoke,
+                message.sequence,
+                saves,
+                more,
+                message.gone,
+                saves.pop(VALUE, None),
+                error,
+                notes,
+                message.ways,
+                message.edit,
+                message.seconds,
+            )
         case FinishedMessage():
             error = None
             if message.error is not None:

@@ -43,7 +43,7 @@ from nnsight_core.errors import (
 )
 from nnsight_core.kept import Kept
 from nnsight_core.node import Node, Operation, Root, Source
-from nnsight_core.tracer import InvokeContext, Tracer
+from nnsight_core.tracer import Captured
 from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
 from nnsight_core.wire.frames import Buffer
 
@@ -236,7 +236,7 @@ _Forms = list[tuple[Any, Callable[[CodeEncoder, Any], dict[str, Json]]]]
 _NAMED: _Forms = [
     (Node, CodeEncoder._node),
     (Source | Operation, CodeEncoder._place),
-    (Tracer | InvokeContext | BlockTracer, CodeEncoder._tracer),
+    (Captured | BlockTracer, CodeEncoder._tracer),
     (Kept, CodeEncoder.kept),
 ]
 _FORMS: _Forms = [

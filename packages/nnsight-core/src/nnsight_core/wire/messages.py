@@ -86,15 +86,15 @@ class TraceMessage(Message):
 
 
 class BlockMessage(Message):
-    """What one request of the engine carries.
+    """What one request of the engine carries; requests that run the same block carry the same.
 
     Attributes:
-        key: names the invoke; what comes back says it again.
+        key: names the invoke, where what carries the block does not; what comes back says it again.
         sequences: how many sequences the request fans out into.
     """
 
     kind: Literal["block"] = "block"
-    key: str
+    key: str = ""
     sequences: int = 1
     block: BlockData
 
@@ -124,24 +124,54 @@ class WarningData(BaseModel):
         return found if here else UserWarning
 
 
-class PrintedMessage(Message):
-    """A block printed something."""
+class PrintedMessage(Message, Sparse):
+    """A block printed something; `edit` as in `EndedMessage`."""
+
+    later = ("edit",)
 
     kind: Literal["printed"] = "printed"
     key: str
     sequence: int = 0
     text: str
+    edit: str = ""
+
+
+class SavedMessage(Message):
+    """What a block has saved while its request goes on, for a request whose saves are streamed.
+
+    Attributes:
+        made: after how many steps it was saved.
+        steps: of how many steps everything has been told by now; -1 for all that may come.
+        saves: what is new under each name, as typed values.
+        more: what is new at the end of lists, and under new keys of dicts, that were told before.
+        gone: the names that hold nothing saved any more.
+        edit: as in `EndedMessage`.
+    """
+
+    kind: Literal["saved"] = "saved"
+    key: str
+    sequence: int = 0
+    made: int = 0
+    steps: int = 0
+    saves: dict[str, Any] = Field(default_factory=dict)
+    more: dict[str, Any] = Field(default_factory=dict)
+    gone: list[str] = Field(default_factory=list)
+    edit: str = ""
 
 
 class EndedMessage(Message, Sparse):
     """A block has ended, or (`waits`) waits for the finished output.
 
     Attributes:
-        saves: what it saved, by name, as typed values.
+        saves: what it saved, by name, as typed values; where `SavedMessage`s came before, what has
+            changed since then.
+        more, gone: as in `SavedMessage`.
         ways: how many steps had run in which way by then.
+        edit: the id of the edit whose block it is; empty for the invoke's own.
+        seconds: how long the block held the engine, if it is an edit's.
     """
 
-    later = ("ways",)
+    later = ("ways", "more", "gone", "edit", "seconds")
 
     kind: Literal["ended"] = "ended"
     key: str
@@ -151,13 +181,38 @@ class EndedMessage(Message, Sparse):
     warnings: list[WarningData] = Field(default_factory=list)
     waits: bool = False
     ways: dict[str, int] = Field(default_factory=dict)
+    more: dict[str, Any] = Field(default_factory=dict)
+    gone: list[str] = Field(default_factory=list)
+    edit: str = ""
+    seconds: float = 0.0
 
     def frame(self, buffers: list[Buffer] | None = None) -> Frame:
         # The saves are JSON already, and may be many.
-        said = self.model_copy(update={"saves": {}})
+        said = self.model_copy(update={"saves": {}, "more": {}})
         header = said.model_dump(mode="json")
         header["saves"] = self.saves
+        if self.more:
+            header["more"] = self.more
         return Frame(header, buffers or [])
+
+
+class InstalledMessage(Message):
+    """An edit was installed on one rank, or why it was not.
+
+    Attributes:
+        whole: whether prompts have to run in one piece for it.
+        writes: whether it may change what is in the cache of keys and values.
+        alone: whether taps do all that it does, so that tokens which a cache holds need not run.
+        way: how steps run for it, in words.
+    """
+
+    kind: Literal["installed"] = "installed"
+    key: str
+    whole: bool = True
+    writes: bool = True
+    alone: bool = False
+    way: str = ""
+    error: ErrorRecord | None = None
 
 
 class FinishedMessage(Message):
@@ -182,7 +237,9 @@ _KINDS: dict[str, type[Message]] = {
         TraceMessage,
         BlockMessage,
         PrintedMessage,
+        SavedMessage,
         EndedMessage,
+        InstalledMessage,
         FinishedMessage,
         DoneMessage,
     )

@@ -1,6 +1,7 @@
-"""The scheduler: prompts that must run in one piece, and requests that a block has ended.
+"""The scheduler: prompts that run in one piece, requests that a block has ended, held requests.
 
-`scheduler_cls` names `scheduler` below, which makes vLLM's own scheduler with two additions.
+`scheduler_cls` names `scheduler` below, which makes vLLM's own scheduler with these additions; the
+last is in `holding`.
 
 Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/core/sched/scheduler.py`):
 - `SchedulerConfig.scheduler_cls` may name a function, which is called with what the class would be;
@@ -20,7 +21,10 @@ from typing import Any
 
 from nnsight_core.outputs import STOPPED
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
+from nnsight_vllm_worker.vllm_ports.holding import Holding, listen
 
+KEY = "nnsight_key"
+"""The entry of `extra_args` that names a request; its sequences share it."""
 WHOLE = "nnsight_whole"
 """The entry of `extra_args` that says that a prompt has to run in one piece."""
 _ENDED = "nnsight_ended"
@@ -79,12 +83,18 @@ def scheduler(*args: Any, **kwargs: Any) -> Any:
                 return find(request)
 
             self.kv_cache_manager.get_computed_blocks = get_computed_blocks
+            self.holding = Holding(self, KEY)
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             try:
-                return super().schedule(*args, **kwargs)
+                with self.holding.kept_out():
+                    return super().schedule(*args, **kwargs)
             finally:
                 self._in_pieces(True)
+
+        def has_requests(self) -> bool:
+            # For held ones alone there is no step to make, and steps of nothing would burn a core.
+            return super().has_requests() and not self.holding.is_all()
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             self._ended = getattr(model_runner_output, _ENDED, [])
@@ -119,4 +129,5 @@ def scheduler(*args: Any, **kwargs: Any) -> Any:
             self.scheduler_config.enable_chunked_prefill = may and self._chunks
             self.scheduler_config.long_prefill_token_threshold = self._threshold if may else 0
 
+    listen()
     return Ours(*args, **kwargs)

@@ -1,0 +1,202 @@
+"""The edits of one engine, as the process that holds it knows them.
+
+Which edits belong to a request is decided here, once, when the request is sent, and travels with
+it. So it ends with those that it began with, whatever is installed or cleared meanwhile, and every
+rank agrees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nnsight_core.backend import EditInfo, EditSpec, Finished
+from nnsight_core.wire.blocks import decode_event, known_errors
+from nnsight_core.wire.frames import Frame, read_frame
+from nnsight_core.wire.messages import FinishedMessage, InstalledMessage, expect
+from nnsight_vllm_worker.requests import EDITS, EXTRA, FOREIGN
+from nnsight_vllm_worker.submission import Carried, Request
+from nnsight_vllm_worker.vllm_ports.incoming import Marks
+from nnsight_vllm_worker.vllm_ports.scheduling import KEY, WHOLE
+
+
+@dataclass(slots=True, eq=False)
+class Installed:
+    """One edit.
+
+    Attributes:
+        info: what is told of it.
+        carried: its block.
+        holds: what has to live as long as the edit does.
+        whole, writes, alone: as the workers said (`InstalledMessage`).
+        ours: how many requests of ours may still need it.
+        foreign: the sequences of others that may.
+    """
+
+    info: EditInfo
+    carried: Carried
+    holds: Any = None
+    whole: bool = True
+    writes: bool = True
+    alone: bool = False
+    ours: int = 0
+    foreign: set[str] = field(default_factory=set)
+
+    @property
+    def id(self) -> str:
+        return self.info.id
+
+
+class Edits:
+    """The edits of one engine.
+
+    Args:
+        under_way: gives the ids of the sequences that have not finished.
+    """
+
+    def __init__(self, under_way: Callable[[], Collection[str]]) -> None:
+        self._under_way = under_way
+        self._numbers = itertools.count(1)
+        self._active: list[Installed] = []
+        self._leaving: list[Installed] = []
+
+    def new(self, spec: EditSpec, carried: Carried, owner: str = "") -> Installed:
+        """An edit that is to be installed; it takes part in nothing until it is added."""
+        now = time.time()
+        info = EditInfo(
+            id=f"{spec.name or 'edit'}#{next(self._numbers)}",
+            name=spec.name,
+            owner=owner,
+            since=now,
+            until=None if spec.ttl is None else now + spec.ttl,
+            share=spec.share,
+        )
+        return Installed(info, carried, spec.invoke)
+
+    def add(self, edit: Installed, answers: Iterable[bytes]) -> None:
+        """The workers have answered; the edit belongs to every request from now on.
+
+        Raises:
+            Exception: a worker refused it, as it was raised there.
+        """
+        known = known_errors(edit.holds)
+        for answer in answers:
+            frame = read_frame(answer)
+            said = expect(frame, InstalledMessage)
+            if said.error is not None:
+                refused = FinishedMessage(key="", error=said.error)
+                event = decode_event(refused, frame, 0, known)
+                assert isinstance(event, Finished) and event.error is not None
+                raise event.error
+            edit.whole, edit.writes, edit.alone = said.whole, said.writes, said.alone
+            edit.info.way = said.way
+        self._active.append(edit)
+
+    def infos(self) -> list[EditInfo]:
+        """What is told of the edits that are installed."""
+        self._expire()
+        return [edit.info.model_copy() for edit in self._active]
+
+    def clear(self, ids: Collection[str] | None) -> None:
+        """Let no further request have some edits, or any."""
+        gone = [edit for edit in self._active if ids is None or edit.id in ids]
+        self._active = [edit for edit in self._active if edit not in gone]
+        self._leaving += gone
+
+    def idle(self) -> list[Installed]:
+        """The cleared edits that no request needs any more; they are given once."""
+        self._expire()
+        under_way = self._under_way() if self._leaving else ()
+        for edit in self._leaving:
+            edit.foreign = {request for request in edit.foreign if request in under_way}
+        idle = [edit for edit in self._leaving if not edit.ours and not edit.foreign]
+        self._leaving = [edit for edit in self._leaving if edit not in idle]
+        return idle
+
+    def chosen(self, names: list[str] | None, key: str | None = None) -> list[Installed]:
+        """The edits of a request that begins now.
+
+        Args:
+            names: those that were asked for; None for all. Those without a name always belong.
+            key: names the request; None for all edits that may belong to one.
+
+        Raises:
+            ValueError: no edit has one of the names.
+        """
+        self._expire()
+        known = {edit.info.name for edit in self._active if edit.info.name is not None}
+        for name in names or ():
+            if name not in known:
+                there = ", ".join(sorted(map(repr, known))) or "none"
+                raise ValueError(f"edits={names!r}: no edit {name!r} is installed; there: {there}.")
+        return [
+            edit
+            for edit in self._active
+            if names is None or edit.info.name is None or edit.info.name in names
+            if key is None or edit.info.share >= 1 or _place(key) < edit.info.share
+        ]
+
+    def begin(self, request: Request) -> None:
+        """Give a request of ours its edits; `end` takes them back."""
+        request.edits = self.chosen(request.names, request.key)
+        if request.edits:
+            request.params.extra_args[EDITS] = [edit.id for edit in request.edits]
+        for edit in request.edits:
+            edit.ours += 1
+            edit.info.requests += 1
+
+    def end(self, request: Request) -> None:
+        """A request of ours is over."""
+        for edit in request.edits:
+            edit.ours -= 1
+        request.edits = []
+
+    def marks(self, sequence: str, request: str, extra: dict[str, Any]) -> Marks | None:
+        """What is said of a request as it is sent, whoever sends it."""
+        if KEY in extra:
+            ids = extra.get(EDITS, ())
+            edits = [e for e in (*self._active, *self._leaving) if e.id in ids]
+            own, key, said = EXTRA in extra, extra[KEY], {}
+        elif self._active and EXTRA not in extra:
+            edits = self.chosen(None, request)
+            own, key = False, FOREIGN + request
+            said = {KEY: key, EDITS: [edit.id for edit in edits]}
+            for edit in edits:
+                edit.foreign.add(sequence)
+                edit.info.requests += 1
+        else:
+            return None
+        if not edits and not own:
+            return None
+        whole = WHOLE in extra
+        salt = "".join(f" {edit.id}" for edit in edits if edit.writes)
+        if whole:
+            # What its block writes goes into keys and values that no other request may find.
+            salt += f" {key}"
+        alone = not own and all(edit.alone for edit in edits)
+        return Marks(said, whole or any(e.whole for e in edits), not alone, salt or None)
+
+    def note(self, frame: Frame) -> None:
+        """A frame has come; if it says that an edit's block has ended, that is counted."""
+        header = frame.header
+        if header.get("edit") and header["kind"] == "ended" and not header["waits"]:
+            for edit in (*self._active, *self._leaving):
+                if edit.id == header["edit"]:
+                    edit.info.seconds += header.get("seconds", 0.0)
+                    edit.info.errors += header["error"] is not None
+
+    def _expire(self) -> None:
+        now = time.time()
+        gone = [e.id for e in self._active if e.info.until is not None and e.info.until <= now]
+        if gone:
+            self.clear(gone)
+
+
+def _place(key: str) -> float:
+    """Where a request lies between 0 and 1, by its key alone."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
