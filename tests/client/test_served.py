@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nnsight_client import VLLM
-from nnsight_core import LocationError, PolicyError, WriteError
+from nnsight_core import Kept, LocationError, NotSupportedError, PolicyError, WriteError
 
 PROMPT = "The Eiffel Tower is in the city of"
 PROMPTS = ["The Eiffel Tower is in", "The capital of Japan is the city of", "Water boils at"]
@@ -281,3 +281,15 @@ def test_the_worker_packages_model_takes_a_server_too(server_url: str, gpt2_path
         assert not model.dispatched
     assert plain.outputs[0].text == " Paris"
     assert hidden.shape == (8, 96) and out.outputs[0].text == " Paris"
+
+
+def test_a_kept_value_is_used_by_a_later_trace(model):
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        there = model.transformer.h[6].output.keep()
+        here = model.transformer.h[6].output.clone().save()
+    assert type(there) is Kept and there.shape == here.shape
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        home = (there * 1).save()
+    assert torch.equal(home, here)
+    with pytest.raises(NotSupportedError, match="leave with the time limit"):
+        _ = model.kept

@@ -75,12 +75,16 @@ async def test_each_step_brings_what_it_saved(model: VLLM) -> None:
             assert output.new_saves["seen"] == ids[-len(output.new_saves["seen"]) :]
             assert "after" not in output.saves
     assert [len(output.outputs[0].token_ids) for output in outputs[:-1]] == [1, 2, 3, 4, 5]
-    assert [o.new_saves["seen"] for o in outputs[1:-1]] == [[t] for t in outputs[-1].outputs[0].token_ids[1:5]]
+    assert [o.new_saves["seen"] for o in outputs[1:-1]] == [
+        [t] for t in outputs[-1].outputs[0].token_ids[1:5]
+    ]
     norms = [float(output.new_saves["norm"]) for output in outputs[:-1]]
     assert len(set(norms)) == 5
     assert outputs[-1].finished and outputs[-1].saves["after"] == "the end"
     assert tracer.saves["seen"] == seen and after == "the end"
-    assert seen == outputs[-1].outputs[0].token_ids and float(norm) == float(outputs[-1].saves["norm"])
+    assert seen == outputs[-1].outputs[0].token_ids and float(norm) == float(
+        outputs[-1].saves["norm"]
+    )
 
 
 async def test_awaited_again_and_again(model: VLLM) -> None:

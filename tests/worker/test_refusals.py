@@ -136,8 +136,5 @@ def test_what_cannot_stand_in_a_block(gpt2: Any) -> None:
 
 
 def test_what_is_to_come_says_so(gpt2: Any) -> None:
-    for name in ("edit", "edits", "clear_edits", "kept", "std", "chat"):
-        with pytest.raises(LocationError, match="not there yet"):
-            getattr(gpt2, name)
-    with pytest.raises(ValueError, match="mode='async' is not there yet"):
-        VLLM("x", mode="async")
+    with pytest.raises(LocationError, match="not there yet"):
+        gpt2.std

@@ -11,7 +11,7 @@ import torch
 
 from nnsight_core import NotATapError, WriteError
 from nnsight_core.wants import Want, Wants, Way
-from nnsight_vllm_worker import requests
+from nnsight_vllm_worker import known
 
 PROMPT = "The Eiffel Tower is in the city of"
 STEPS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
@@ -229,7 +229,7 @@ def test_a_location_that_the_text_does_not_show(
 ) -> None:
     """What a block asks for against its text is an error of its request, never another value."""
     nothing = Want(Way.DEFERRED, (), "")
-    monkeypatch.setattr(requests, "wants_of", lambda *_: Wants(nothing, nothing, True))
+    monkeypatch.setattr(known, "wants_of", lambda *_: Wants(nothing, nothing, True))
     with pytest.raises(NotATapError, match=r"h\.3\.output.*did not say"):
         with compiled_gpt2.trace(PROMPT, **STEPS):
             seen = compiled_gpt2.transformer.h[3].output.save()
@@ -297,7 +297,7 @@ def test_a_write_to_an_input_at_a_tap_is_its_error_alone(
 ) -> None:
     """A write that the text does not show must not take the forward pass along."""
     wanted = Want(Way.INTERLEAVED, ("transformer.h.3.attn.input",), "")
-    monkeypatch.setattr(requests, "wants_of", lambda *_: Wants(wanted, wanted, True))
+    monkeypatch.setattr(known, "wants_of", lambda *_: Wants(wanted, wanted, True))
     with pytest.raises(WriteError, match="in a step that runs compiled it can only be read"):
         with compiled_gpt2.trace(**STEPS) as tracer:
             with tracer.invoke(PROMPT):

@@ -29,6 +29,8 @@ from nnsight_core.errors import (
     EncodeError,
     EngineDeadError,
     EngineError,
+    KeepLimitError,
+    KeptError,
     LateWriteError,
     LocationError,
     LoopOverrunWarning,
@@ -43,10 +45,11 @@ from nnsight_core.errors import (
     UnboundSaveWarning,
     WriteError,
 )
+from nnsight_core.kept import Kept, KeptInfo, KeptValues
 from nnsight_core.model import Model
 from nnsight_core.node import Node
 from nnsight_core.outputs import CompletionOutput, Logprob, RequestOutput
-from nnsight_core.run import save
+from nnsight_core.run import keep, save
 from nnsight_core.torch_backend import TorchModel
 from nnsight_core.tracer import Tracer
 from nnsight_core.tree import ModelTree, ModuleInfo, TensorInfo
@@ -71,6 +74,11 @@ __all__ = [
     "Event",
     "Finished",
     "Invoke",
+    "KeepLimitError",
+    "Kept",
+    "KeptError",
+    "KeptInfo",
+    "KeptValues",
     "LateWriteError",
     "LocationError",
     "Logprob",
@@ -97,5 +105,6 @@ __all__ = [
     "UnboundSaveWarning",
     "Went",
     "WriteError",
+    "keep",
     "save",
 ]

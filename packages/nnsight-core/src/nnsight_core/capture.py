@@ -19,11 +19,13 @@ import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
 from nnsight_core.code import Code, compile_block, is_lazy
 from nnsight_core.errors import CaptureError
+from nnsight_core.kept import Kept
 
 WAY_OUT = "Give the block as a function instead: `model.trace(prompt, fn=function)`."
 
@@ -275,6 +277,7 @@ class Skip:
         self._frame.f_trace_opcodes = opcodes
         self._frame.f_trace = local
         sys.settrace(tracer)
+        unhold(self._frame)
 
 
 if sys.version_info < (3, 13):
@@ -297,6 +300,26 @@ def push(frame: FrameType, values: dict[str, Any]) -> None:
         (local if own else frame.f_globals)[name] = value
     if sys.version_info < (3, 13):
         _LOCALS_TO_FAST(frame, 0)
+    unhold(frame)
+
+
+def unhold(frame: FrameType) -> None:
+    """Forget the handles of kept values in the copy that Python makes of a function's variables.
+
+    They would live there after the user's own names no longer hold them.
+    """
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & 1:
+        local = frame.f_locals
+        for name in [name for name, value in local.items() if _shows_handle(value)]:
+            del local[name]
+
+
+def _shows_handle(value: Any) -> bool:
+    if type(value) is dict:
+        value = value.values()
+    elif type(value) not in (list, tuple):
+        return type(value) is Kept
+    return any(type(part) is Kept for part in islice(value, 8))
 
 
 def bind_target(frame: FrameType, target: ast.expr | None, value: Any) -> None:

@@ -2,9 +2,9 @@
 
 The text is compiled as a module whose globals are the block's scope, so that a nested function, a
 comprehension or a class in it sees the block's names, and so that what the block bound is still
-there to be read when it stops in the middle. Three things are rewritten first: `x.save()` becomes a
-call of ours (nothing outside the block is patched), `nonlocal` becomes `global` where the name is
-the block's own, and the file name and lines stay the user's, so tracebacks do.
+there to be read when it stops in the middle. Three things are rewritten first: `x.save()` and
+`x.keep()` become calls of ours (nothing outside the block is patched), `nonlocal` becomes `global`
+where the name is the block's own, and the file name and lines stay the user's, so tracebacks do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from nnsight_core.traceback import first_line
 
 SAVE = "__nnsight_save__"
 """The name under which a block's scope holds the function that `x.save()` calls."""
+KEEP = "__nnsight_keep__"
+"""The same for `x.keep()`."""
+_CALLS = {"save": SAVE, "keep": KEEP}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,12 +180,12 @@ _BEFORE_IN_PLACE = {
 """Functions of torch that may write an argument: how many come before the one that says so."""
 _UNSEEN = ("data", "data_ptr", "numpy", "storage", "untyped_storage", "__array__", "__dlpack__")
 _PURE_CALLS = """
-    abs all any bool dict enumerate float int isinstance len list max min print range repr round
-    save set sorted str sum tuple type zip
+    abs all any bool dict enumerate float int isinstance keep len list max min print range repr
+    round save set sorted str sum tuple type zip
 """
 _PURE_METHODS = """
     abs append argmax argmin argsort bfloat16 bool chunk clone contiguous cpu cuda detach diff
-    dim double exp expand flatten float format gather half int item items keys log log_softmax
+    dim double exp expand flatten float format gather half int item items keep keys log log_softmax
     long max mean min narrow norm numel permute pow reshape save select sigmoid size softmax
     sort split sqrt squeeze std sum tanh to tolist topk transpose type unbind unsqueeze values
     var view
@@ -200,8 +203,10 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node:
-            case ast.Call(func=ast.Attribute(value=value, attr="save"), args=[], keywords=[]):
-                name = ast.copy_location(ast.Name(SAVE, ast.Load()), node.func)
+            case ast.Call(
+                func=ast.Attribute(value=value, attr="save" | "keep" as what), args=[], keywords=[]
+            ):
+                name = ast.copy_location(ast.Name(_CALLS[what], ast.Load()), node.func)
                 return ast.copy_location(ast.Call(name, [value], []), node)
         return node
 

@@ -13,6 +13,8 @@ NNsightError
 │   └── LateWriteError                  an in-place write to a value whose visit is over
 ├── BlockError                          an error class that does not exist in this process
 ├── BlockTimeout (TimeoutError)         a block that ran too long
+├── KeptError (LookupError)             a kept value that is not where it is asked for
+├── KeepLimitError (MemoryError)        a value for which there is no room to be kept
 ├── PolicyError (PermissionError)       the receiver does not allow it
 ├── ProtocolError (ConnectionError)     a peer that speaks otherwise, or stopped speaking
 └── EngineError (RuntimeError)          the engine cannot be built
@@ -74,6 +76,14 @@ class BlockError(NNsightError):
 
 class BlockTimeout(NNsightError, TimeoutError):
     """A block ran for too long."""
+
+
+class KeptError(NNsightError, LookupError):
+    """A kept value is not where it is asked for: it is gone, elsewhere, or only on the engine."""
+
+
+class KeepLimitError(NNsightError, MemoryError):
+    """A value for which there is no room to be kept on the engine."""
 
 
 class PolicyError(NNsightError, PermissionError):

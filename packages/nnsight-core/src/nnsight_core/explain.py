@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from nnsight_core.backend import Invoke
 from nnsight_core.effects import Text, effects_of, text_of
 from nnsight_core.errors import NotATapError
+from nnsight_core.kept import stand_in, with_handles
 from nnsight_core.lowering import NotLowered
 from nnsight_core.scope import call_block, scope_of, target_names
 from nnsight_core.tree import ModelTree
@@ -77,7 +78,11 @@ def read_invoke(invoke: Invoke) -> Read | None:
     text = text_of(block.code, block.names, target_names(block.target))
     effects = text.effects()
     # What is handed to unknown code is not lowered, so it need not be held.
-    return Read(text, scope_of(block) if effects.writes_forward and not effects.opaque else None)
+    if not effects.writes_forward or effects.opaque:
+        return Read(text, None)
+    # Handles are not held either: what they stand for would stay as long as the finished tracer.
+    names = {name: with_handles(value, stand_in) for name, value in scope_of(block).items()}
+    return Read(text, names)
 
 
 def explain(read: Read | None, tree: ModelTree) -> Explanation:

@@ -9,6 +9,7 @@ from nnsight_core.backend import AsyncBackend, Backend, EditBackend, EditInfo, I
 from nnsight_core.edits import EditContext, check_edit
 from nnsight_core.errors import EngineError, LocationError, NotSupportedError
 from nnsight_core.explain import Explanation, Read, explain, read_invoke, refuse_untapped
+from nnsight_core.kept import KeptValues
 from nnsight_core.node import Places, Root
 from nnsight_core.outcome import reraise
 from nnsight_core.outputs import RequestOutput
@@ -16,7 +17,7 @@ from nnsight_core.progress import Bar
 from nnsight_core.tracer import NO_PROMPT, Tracer, check_edits
 from nnsight_core.tree import ModelTree
 
-_NOT_YET = ("kept", "std")
+_NOT_YET = ("std",)
 _INSTEAD = {
     "scan": "the shapes of every location are in `model.tree` (`print(model)`), without running it",
     "session": "open one trace after the other: what the first has saved, the second can use",
@@ -165,6 +166,16 @@ class Model(Root):
     def taps(self) -> tuple[str, ...]:
         """The locations that are reachable in steps that run compiled."""
         return self.tree.taps
+
+    @property
+    def kept(self) -> KeptValues:
+        """What blocks kept on the engine (`x.keep()`): sizes, ages, and `clear()`."""
+        found = getattr(self._backend_for({}), "kept", None)
+        if found is None:
+            raise NotSupportedError(
+                "What is kept cannot be listed here; values leave with the time limit."
+            )
+        return found
 
     def explain(self, tracer: Tracer) -> Explanation | list[Explanation]:
         """How the steps of a trace run on this engine, and why; of several invokes a list.

@@ -22,7 +22,7 @@ class Names:
     binds: dict[str, None] = field(default_factory=dict)
     """Names that the block itself binds, deletes included."""
     saved: dict[str, set[int]] = field(default_factory=dict)
-    """Names that hold what a call of `save` was given or gave back, with the lines of the calls."""
+    """Names that hold what `save` or `keep` was given or gave back, with the lines of the calls."""
 
 
 def analyse(body: list[ast.stmt], lazy: bool = False) -> Names:
@@ -35,13 +35,13 @@ def analyse(body: list[ast.stmt], lazy: bool = False) -> Names:
 
 
 def is_save(node: ast.AST) -> bool:
-    """Whether a node is `x.save()`, `save(x)` or `module.save(x)`."""
+    """Whether a node is `x.save()`, `save(x)` or `module.save(x)`, or the same with `keep`."""
     if not isinstance(node, ast.Call):
         return False
     match node.func:
-        case ast.Attribute(attr="save"):
+        case ast.Attribute(attr="save" | "keep"):
             return True
-        case ast.Name(id="save"):
+        case ast.Name(id="save" | "keep"):
             return True
     return False
 
@@ -57,7 +57,7 @@ def _note_saves(node: ast.AST, saved: dict[str, set[int]]) -> None:
             names = [name]
         case ast.NamedExpr(target=ast.Name(id=name), value=call) if is_save(call):
             names = [name]
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="save"), args=[]) as call:
+        case ast.Call(func=ast.Attribute(ast.Name(name)), args=[]) as call if is_save(call):
             names = [name]
         case ast.Call(args=[ast.Name(id=name), *_]) as call if is_save(node):
             names = [name]

@@ -19,7 +19,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from nnsight_core.checks import check_replacement
-from nnsight_core.code import SAVE, Code
+from nnsight_core.code import KEEP, SAVE, Code
 from nnsight_core.errors import (
     BlockTimeout,
     LocationError,
@@ -27,7 +27,8 @@ from nnsight_core.errors import (
     OutOfOrderError,
 )
 from nnsight_core.isolation import Isolation
-from nnsight_core.leaving import keep, leave_at
+from nnsight_core.leaving import keep as never_forget
+from nnsight_core.leaving import leave_at
 from nnsight_core.locations import STEP, Location
 from nnsight_core.past import RECENT, Past
 from nnsight_core.saves import Saves
@@ -40,6 +41,7 @@ from nnsight_core.watchdog import WATCHDOG
 if TYPE_CHECKING:
     from nnsight_core.cache import Recorder
     from nnsight_core.interleaver import Interleaver
+    from nnsight_core.keeps import Keeper
     from nnsight_core.visit import Visit
 
 
@@ -94,6 +96,7 @@ class Run:
         stopping: whether the block has called `tracer.stop()`.
         error: what the block raised, if it did.
         saves: what it saved.
+        keeper: keeps what is to stay; None where nothing can be kept.
         recorders: what fills the activation caches of the block.
         notes: warnings about the block: their class, text and line.
         waits_for: where the block is parked; None while it is not.
@@ -117,6 +120,7 @@ class Run:
         self.stopping = False
         self.error: BaseException | None = None
         self.saves = Saves(code)
+        self.keeper: Keeper | None = None
         self.recorders: list[Recorder] = []
         self.notes: list[tuple[type[Warning], str, int]] = []
         self.reader = False
@@ -137,6 +141,7 @@ class Run:
         self._killed = False
         self._isolation = Isolation()
         scope[SAVE] = self._save_method
+        scope[KEEP] = self._keep_method
         scope.setdefault("__builtins__", builtins)
 
     # -- for the interleaver ---------------------------------------------------------------------
@@ -235,7 +240,7 @@ class Run:
     def _abandon(self, error: BaseException) -> None:
         """Never let the block go on from where it is."""
         if self._worker is not None:
-            keep(self._worker)
+            never_forget(self._worker)
         self.error = error
         self._close()
 
@@ -344,6 +349,19 @@ class Run:
             return own(value)
         return self.save(value, sys._getframe(1).f_lineno)
 
+    def keep(self, value: Any, line: int | None = None) -> Any:
+        """Leave a copy of a value on the engine, whose handle comes home as a saved value does."""
+        if self.keeper is None:
+            raise NotSupportedError("Nothing can be kept here: save the value instead.")
+        self.saves.add_kept(value, self.keeper.keep(value), line or _line_of(self.code))
+        return value
+
+    def _keep_method(self, value: Any) -> Any:
+        own = getattr(type(value), "keep", None)
+        if own is not None and not isinstance(value, Tensor):
+            return own(value)
+        return self.keep(value, sys._getframe(1).f_lineno)
+
     # -- the end -----------------------------------------------------------------------------
 
     def execute(self) -> None:
@@ -373,6 +391,7 @@ class Run:
         self._past.clear()
         # Else the scope and the run hold each other, and every value, until a later collection.
         self.scope.pop(SAVE, None)
+        self.scope.pop(KEEP, None)
 
     def _timeout(self, error: BlockTimeout) -> BlockTimeout:
         if self.limit is None:
@@ -431,6 +450,21 @@ def save(value: Any) -> Any:
     if current_run() is None and offer(value):
         return value
     return need_run("`save`").save(value)
+
+
+def keep(value: Any) -> Any:
+    """Leave a value on the engine; the name that holds it gets a handle. Gives the value back.
+
+    Inside a block, `x.keep()` does the same. In a helper function that a block calls, use this.
+
+    Raises:
+        LocationError: called outside a block.
+
+    Example:
+        >>> with model.trace("Hello"):
+        ...     hidden = nnsight_core.keep(model.transformer.h[3].output)
+    """
+    return need_run("`keep`").keep(value)
 
 
 def _frame_of(code: Code) -> FrameType | None:

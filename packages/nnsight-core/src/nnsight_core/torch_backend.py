@@ -8,6 +8,8 @@ the finished output, with values as `[tokens, width]` (the batch axis of 1 left 
 from __future__ import annotations
 
 import inspect
+import itertools
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +18,10 @@ from torch import Tensor, nn
 
 from nnsight_core.backend import Ended, Event, Finished, Invoke
 from nnsight_core.effects import effects_of
+from nnsight_core.errors import KeptError
 from nnsight_core.interleaver import Interleaver
+from nnsight_core.keeps import Keeper, Keeps
+from nnsight_core.kept import KeptValues, handles_in, with_handles
 from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Location, Phase
 from nnsight_core.model import Model
 from nnsight_core.outputs import STOPPED, CompletionOutput, RequestOutput
@@ -66,15 +71,24 @@ class TorchBackend:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.interleaver = Interleaver(self, lambda _: None)
+        weight = next(module.parameters(), None)
+        self.keeps = Keeps("cpu" if weight is None else weight.device)
+        self.kept = KeptValues(self)
+        self._requests = itertools.count()
         name = type(module).__name__
         self.watch = Watch(module, self.interleaver, bare_tree(module, name, _engine()))
 
     # -- Backend ---------------------------------------------------------------------------------
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
+        self.kept.flush()
         for index, invoke in enumerate(invokes):
-            run = self._start(invoke, index)
             output, error = None, None
+            try:
+                run = self._start(invoke, index)
+            except KeptError as gone:
+                yield Finished(index, None, gone)
+                continue
             try:
                 output = self._run(invoke, run)
             except Exception as raised:  # the model's own; the other invokes go on
@@ -84,7 +98,7 @@ class TorchBackend:
                 if run is not None:
                     self.interleaver.drop(run)
             if run is not None and over:
-                yield _compact(ended(run, index))
+                yield self._ended(run, index)
             yield Finished(index, output, error)
 
     def describe(self) -> ModelTree:
@@ -92,7 +106,17 @@ class TorchBackend:
         return self.watch.places.tree
 
     def close(self) -> None:
+        self.kept.close()
         self.watch.remove()
+
+    # -- Holder ----------------------------------------------------------------------------------
+
+    def let_go(self, ids: list[str], why: str) -> None:
+        self.keeps.drop(ids, why)
+
+    def list_kept(self) -> list[tuple[str, int, float]]:
+        self.keeps.tick(time.monotonic())
+        return self.keeps.held()
 
     # -- Rows ------------------------------------------------------------------------------------
 
@@ -110,6 +134,8 @@ class TorchBackend:
     def _start(self, invoke: Invoke, index: int) -> Run | None:
         run = run_of(invoke, index)
         block = invoke.block
+        if run is not None:
+            self._supply(run)
         if block is not None and "source" in block.code.compiled.co_names:
             tree = self.describe()
             effects = effects_of(block.code, block.names, tree)
@@ -117,6 +143,25 @@ class TorchBackend:
             for path in effects.sources():
                 self.watch.watch_source(path)
         return run
+
+    def _supply(self, run: Run) -> None:
+        """Give the run what earlier ones kept, and a place for what it keeps itself."""
+        self.keeps.tick(time.monotonic())
+        keeper = run.keeper = Keeper(self.keeps, str(next(self._requests)))
+        copy = run.code.snapshots
+        for name, value in run.scope.items():
+            handles = handles_in(value)
+            if handles:
+                self.kept.check(handles)
+                run.scope[name] = with_handles(value, lambda h: keeper.get(h.id, copy, h.name))
+
+    def _ended(self, run: Run, index: int) -> Ended:
+        assert run.keeper is not None
+        run.error = run.error or run.keeper.check()
+        event = _compact(ended(run, index))
+        run.keeper.settle(handle.id for handle in handles_in([event.saves, event.value]))
+        self.kept.adopt(event.saves, event.value)
+        return event
 
     def _run(self, invoke: Invoke, run: Run | None) -> RequestOutput | None:
         arguments = invoke.prompt if isinstance(invoke.prompt, tuple) else (invoke.prompt,)

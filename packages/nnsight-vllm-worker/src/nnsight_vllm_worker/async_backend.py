@@ -10,6 +10,7 @@ from typing import Any
 from nnsight_core.async_run import need_loop
 from nnsight_core.backend import EditInfo, EditSpec, Event, Finished, Invoke
 from nnsight_core.errors import EngineDeadError, EngineError
+from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block
 from nnsight_vllm_worker.async_engine import AsyncEngine
@@ -76,8 +77,7 @@ class LocalAsyncBackend:
         self, invokes: list[Invoke], streams: Callable[[], bool]
     ) -> AsyncGenerator[Event, None]:
         check_sampling(invokes)
-        self.start()
-        encoder = BlockEncoder(None, self._tokenizer(), pickle=True)
+        encoder = self._encoder()
         made: list[Request | Exception] = []
         for invoke in invokes:
             try:
@@ -118,13 +118,23 @@ class LocalAsyncBackend:
         async with aclosing(engine.run(requests, encoder.blobs)) as news:
             async for key, what in news:
                 index = index_of[key]
-                yield placed(event_of(invokes[index], index, what), self._device)
+                event = event_of(invokes[index], index, what, engine.kept)
+                yield placed(event, self._device)
+
+    def _encoder(self) -> BlockEncoder:
+        # The tree may not be known yet, so that blocks are checked when it is.
+        return BlockEncoder(None, self._tokenizer(), pickle=True, kept=self.start().kept)
+
+    @property
+    def kept(self) -> KeptValues:
+        """What blocks kept on the engine."""
+        return self.start().kept
 
     async def describe(self) -> ModelTree:
         return (await self.ready()).tree
 
     async def install(self, edit: EditSpec) -> EditInfo:
-        encoder = BlockEncoder(None, self._tokenizer(), pickle=True)
+        encoder = self._encoder()
         carried = encoder.block(edit.invoke)
         assert carried is not None
         engine = await self.ready()

@@ -14,6 +14,8 @@ from typing import Any, Self
 
 from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.errors import EngineDeadError
+from nnsight_core.keeps import LIMIT, SECONDS
+from nnsight_core.kept import KeptValues
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import Buffer, Frame
@@ -23,6 +25,7 @@ from nnsight_vllm_worker.convert import output_of
 from nnsight_vllm_worker.edits import Edits, Installed
 from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, DEAD, NEVER_ANSWERED, PATIENCE, Output
 from nnsight_vllm_worker.progress import Progress
+from nnsight_vllm_worker.requests import handles_of
 from nnsight_vllm_worker.settings import apply
 from nnsight_vllm_worker.submission import Carried, Request
 from nnsight_vllm_worker.vllm_ports import async_startup, incoming, startup
@@ -39,12 +42,15 @@ class AsyncEngine:
         arguments: what `AsyncEngineArgs` takes.
         pickle: whether blocks may carry pickled values.
         block_timeout: seconds that a block may run before it gives control back.
+        keep_bytes: how much memory the values may take that blocks keep.
+        keep_seconds: how long they stay.
 
     Attributes:
         llm: vLLM's own object.
         tree: the model's tree, as its workers recorded it; there once the engine is attached.
         loop: the event loop that it belongs to.
         edits: what is installed on it.
+        kept: what blocks left on it.
 
     Raises:
         EngineError: the engine cannot be built, with the root cause.
@@ -65,11 +71,16 @@ class AsyncEngine:
         arguments: dict[str, Any],
         pickle: bool = True,
         block_timeout: float | None = BLOCK_TIMEOUT,
+        keep_bytes: int = LIMIT,
+        keep_seconds: float = SECONDS,
     ) -> None:
         chosen = apply(arguments)
         self.loop = asyncio.get_running_loop()
         self._receiver = Receiver()
-        self._attaching = (self._receiver.address, pickle, block_timeout)
+        limits = (block_timeout, keep_bytes, keep_seconds)
+        self._attaching = (self._receiver.address, pickle, *limits)
+        self._keep_seconds = keep_seconds
+        self.kept = KeptValues(self)
         self._ledger = Ledger()
         self._lock = asyncio.Lock()
         self._running: dict[str, _Running] = {}
@@ -81,9 +92,8 @@ class AsyncEngine:
         except BaseException:
             self._receiver.close()
             raise
-        llm = self.llm
-        self.edits = Edits(lambda: incoming.under_way(llm))
-        incoming.mark_requests(llm, self.edits.marks)
+        self.edits = Edits(incoming.under_way(self.llm))
+        incoming.mark_requests(self.llm, self.edits.marks)
 
     @classmethod
     async def start(cls, *args: Any, **kwargs: Any) -> Self:
@@ -171,6 +181,15 @@ class AsyncEngine:
             await self._rpc("nnsight_uninstall", [edit.id for edit in idle])
             await self._release([digest for edit in idle for digest in edit.carried.blobs], ())
 
+    def let_go(self, ids: list[str], why: str) -> None:
+        """Let kept values go, soon."""
+        self._apart_from(self._rpc("nnsight_let_go", ids, why))
+
+    def list_kept(self) -> list[tuple[str, int, float]]:
+        """The id, bytes and age of each value whose handle has come home."""
+        found = [(kept.id, kept.bytes, kept.age) for kept in self.kept.handles()]
+        return [kept for kept in found if kept[2] <= self._keep_seconds]
+
     async def counts(self) -> dict[str, int]:
         """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
         return (await self._rpc("nnsight_counts"))[0]
@@ -179,6 +198,7 @@ class AsyncEngine:
         """End the engine and its processes."""
         if self._closed:
             return
+        self.kept.close()
         if self._apart:
             await asyncio.wait(self._apart, timeout=5)
         self._closed = True
@@ -196,6 +216,8 @@ class AsyncEngine:
             running = self._running.get(frame.header["key"])
             if running is not None:
                 running.take(frame)
+            elif frame.header["kind"] == "ended":
+                self.kept.disown(handles_of(frame))
             frame = self._receiver.take()
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
@@ -214,10 +236,13 @@ class AsyncEngine:
 
     async def _undisturbed(self, work: Coroutine[Any, Any, None]) -> None:
         """Wait for some work, which goes on to its end even if who waits is cancelled."""
-        task = asyncio.create_task(work)
+        await asyncio.shield(self._apart_from(work))
+
+    def _apart_from(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self.loop.create_task(work)
         self._apart.add(task)
         task.add_done_callback(self._apart.discard)
-        await asyncio.shield(task)
+        return task
 
     async def _use(self, digests: Collection[str], blobs: dict[str, Buffer]) -> None:
         """Bring outside tensors to the workers, to stay until they are released."""
@@ -287,6 +312,9 @@ class _Run:
     async def _use(self) -> None:
         await self._engine._use(self._digests, self._blobs)
         self._used = True
+        ended = self._engine.kept.ended()
+        if ended:
+            await self._engine._rpc("nnsight_let_go", ended, "its handle was freed")
 
 
 class _Waiting:

@@ -16,6 +16,7 @@ from nnsight_core.backend import (
     Saved,
     Went,
 )
+from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.values import map_tensors
 from nnsight_core.wire.blocks import decode_event, known_errors
@@ -53,16 +54,17 @@ class LocalBackend:
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
         check_sampling(invokes)
         engine = self._engine()
-        encoder = BlockEncoder(engine.tree, self._tokenizer(), self._pickle)
+        encoder = self._encoder(engine)
         requests, index_of, refused = requests_of(invokes, encoder, engine.edits)
         for index, error in refused.items():
             yield Finished(index, None, error)
         for key, what in engine.run(requests, encoder.blobs):
-            yield self._event(invokes, index_of[key], what)
+            event = event_of(invokes[index_of[key]], index_of[key], what, engine.kept)
+            yield placed(event, self._device)
 
     def install(self, edit: EditSpec) -> EditInfo:
         engine = self._engine()
-        encoder = BlockEncoder(engine.tree, self._tokenizer(), self._pickle)
+        encoder = self._encoder(engine)
         carried = encoder.block(edit.invoke)
         assert carried is not None
         return engine.install(edit, carried, encoder.blobs, owner())
@@ -76,17 +78,25 @@ class LocalBackend:
     def describe(self) -> ModelTree:
         return self._engine().tree
 
+    @property
+    def kept(self) -> KeptValues:
+        """What blocks kept on the engine."""
+        return self._engine().kept
+
     def close(self) -> None:
         """Nothing: the engine is the model's, and asking for it here could build one."""
 
-    def _event(self, invokes: list[Invoke], index: int, what: Frame | Output) -> Event:
-        return placed(event_of(invokes[index], index, what), self._device)
+    def _encoder(self, engine: SyncEngine) -> BlockEncoder:
+        return BlockEncoder(engine.tree, self._tokenizer(), self._pickle, engine.kept)
 
 
-def event_of(invoke: Invoke, index: int, what: Frame | Output) -> Event:
+def event_of(invoke: Invoke, index: int, what: Frame | Output, kept: KeptValues) -> Event:
     """What an engine says of an invoke, as the front end takes it."""
     if isinstance(what, Frame):
-        return decode_event(read_message(what), what, index, known_errors(invoke))
+        event = decode_event(read_message(what), what, index, known_errors(invoke))
+        if isinstance(event, Ended | Saved):
+            kept.adopt({**event.saves, **event.more}, getattr(event, "value", None))
+        return event
     if isinstance(what, BaseException):
         return Finished(index, None, what)
     return Finished(index, what) if what.finished else Went(index, what)

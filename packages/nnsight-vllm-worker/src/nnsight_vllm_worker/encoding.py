@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnsight_core.backend import Invoke
+from nnsight_core.kept import KeptValues
 from nnsight_core.sampling import normalise
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block, encode_block
@@ -20,13 +21,17 @@ class BlockEncoder:
     Args:
         tree: the tree that they are checked against; None to check nothing yet.
         pickle: whether they may hold what only cloudpickle ships.
+        kept: the values that stay on the engine.
 
     Attributes:
         blobs: the bytes of the outside tensors that they need, by content.
     """
 
-    def __init__(self, tree: ModelTree | None, tokenizer: Any, pickle: bool) -> None:
+    def __init__(
+        self, tree: ModelTree | None, tokenizer: Any, pickle: bool, kept: KeptValues
+    ) -> None:
         self.blobs: dict[str, Buffer] = {}
+        self._kept = kept
         self._tree = tree
         self._tokenizer = tokenizer
         self._pickle = pickle
@@ -44,9 +49,12 @@ class BlockEncoder:
             check_block(invoke, self._tree)
             encoder = CodeEncoder(self._pickle, self._tokenizer)
             data = encode_block(invoke, encoder)
+            self._kept.check(encoder.handles)
             self.blobs.update(encoder.blobs)
-            carried = None if data is None else Carried.of(data, encoder.buffers, encoder.blobs)
-            self._known[sign] = carried
+            self._known[sign] = None
+            if data is not None:
+                needs = (encoder.blobs, encoder.handles)
+                self._known[sign] = Carried.of(data, encoder.buffers, *needs)
         return self._known[sign]
 
     def request(self, invoke: Invoke) -> Request:

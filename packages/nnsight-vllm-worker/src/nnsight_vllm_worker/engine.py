@@ -15,6 +15,8 @@ from typing import Any
 
 from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.errors import EngineDeadError
+from nnsight_core.keeps import LIMIT, SECONDS
+from nnsight_core.kept import KeptValues
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import Buffer, Frame
@@ -23,6 +25,7 @@ from nnsight_vllm_worker.channel import Receiver
 from nnsight_vllm_worker.convert import output_of
 from nnsight_vllm_worker.edits import Edits
 from nnsight_vllm_worker.progress import Progress
+from nnsight_vllm_worker.requests import handles_of
 from nnsight_vllm_worker.settings import apply
 from nnsight_vllm_worker.submission import Carried, Request
 from nnsight_vllm_worker.vllm_ports import incoming, startup
@@ -40,6 +43,8 @@ class SyncEngine:
     Attributes:
         llm: vLLM's own object.
         tree: the model's tree, as its workers recorded it.
+        kept: what blocks left on it.
+        edits: what is installed on it.
 
     Raises:
         EngineError: the engine cannot be built, with the root cause.
@@ -52,17 +57,26 @@ class SyncEngine:
         arguments: dict[str, Any],
         pickle: bool = True,
         block_timeout: float | None = BLOCK_TIMEOUT,
+        keep_bytes: int = LIMIT,
+        keep_seconds: float = SECONDS,
     ) -> None:
         chosen = apply(arguments)
         self._receiver = Receiver()
         weakref.finalize(self, self._receiver.close)
         self._ledger = Ledger()
+        self.kept = KeptValues(self)
         self._lock = threading.Lock()
         self._closed = False
         try:
             with startup.root_cause():
                 self.llm = startup.build_llm(model, chosen)
-                attaching = (self._receiver.address, pickle, block_timeout)
+                attaching = (
+                    self._receiver.address,
+                    pickle,
+                    block_timeout,
+                    keep_bytes,
+                    keep_seconds,
+                )
                 trees = self._rpc("nnsight_attach", *attaching)
         except BaseException:
             self._receiver.close()
@@ -70,9 +84,8 @@ class SyncEngine:
                 startup.shut_down(self.llm)
             raise
         self.tree = ModelTree.model_validate_json(trees[0])
-        engine = self.llm.llm_engine
-        self.edits = Edits(lambda: incoming.under_way(engine))
-        incoming.mark_requests(engine, self.edits.marks)
+        self.edits = Edits(incoming.under_way(self.llm.llm_engine))
+        incoming.mark_requests(self.llm.llm_engine, self.edits.marks)
 
     def run(
         self, requests: list[Request], blobs: dict[str, Buffer]
@@ -87,6 +100,7 @@ class SyncEngine:
         """
         with self._lock:
             self._sweep()
+            self.kept.flush()
             yield from _Batch(self, requests, blobs).run()
 
     def install(
@@ -138,8 +152,17 @@ class SyncEngine:
         """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
         return self._rpc("nnsight_counts")[0]
 
+    def let_go(self, ids: list[str], why: str) -> None:
+        """Let kept values go."""
+        self._rpc("nnsight_let_go", ids, why)
+
+    def list_kept(self) -> list[tuple[str, int, float]]:
+        """The id, bytes and age of each kept value."""
+        return self._rpc("nnsight_kept", time.monotonic())[0]
+
     def close(self) -> None:
         """End the engine and its processes."""
+        self.kept.close()
         if not self._closed:
             with contextlib.suppress(EngineDeadError):
                 self._rpc("nnsight_detach")
@@ -228,6 +251,8 @@ class _Batch:
                     self._drop(progress.key)
                 if said:
                     yield progress.key, frame
+            elif frame.header["kind"] == "ended":
+                self.engine.kept.disown(handles_of(frame))
             frame = receiver.take()
 
     def _drop(self, key: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nnsight_core.effects import Effects, effects_of
+from nnsight_core.keeps import Keeper
 from nnsight_core.lowering import Lowered, NotLowered
 from nnsight_core.node import Root
 from nnsight_core.run import Run
@@ -58,22 +59,23 @@ class Known:
         self._reach: tuple[Effects, Wants] | None = None
         self._lowered: OrderedDict[int | None, Lowered | NotLowered] = OrderedDict()
 
-    def run(self, key: Any, blobs: list[str]) -> Run:
+    def run(self, key: Any, blobs: list[str], keeper: Keeper) -> Run:
         """A run of the block for one request.
 
         Args:
             blobs: gets the contents of the outside tensors that the run holds.
+            keeper: has the kept values that it uses, and gets those that it keeps.
         """
         names = self._names
         if names is None:
-            names = WATCHDOG.call(self._blocks.limit, self._decoded, blobs)
+            names = WATCHDOG.call(self._blocks.limit, self._decoded, blobs, keeper)
             if self._fixed:
                 self._names = names
         run = run_with(self.block, self.code, dict(names), key, self._blocks.extra)
-        run.limit = self._blocks.limit
+        run.limit, run.keeper = self._blocks.limit, keeper
         return run
 
-    def _decoded(self, blobs: list[str]) -> dict[str, Any]:
+    def _decoded(self, blobs: list[str], keeper: Keeper) -> dict[str, Any]:
         store = self._blocks.store
 
         def blob(digest: str, dtype: str, shape: list[int]) -> torch.Tensor:
@@ -86,6 +88,7 @@ class Known:
                 self._blocks.root,
                 blob=blob,
                 place=lambda tensor: tensor.to(store.device),
+                kept=lambda id, name: keeper.get(id, self.code.snapshots, name),
                 pickle=self._blocks.pickle,
                 extra=self._blocks.extra,
             )
@@ -108,7 +111,9 @@ class Known:
         if found is None:
             blocks = self._blocks
             asked = (self.code, run.scope, blocks.tree, prompt, blocks.store.device)
-            found = self._lowered[prompt] = WATCHDOG.call(blocks.limit, lower_at_taps, *asked)
+            found = WATCHDOG.call(blocks.limit, lower_at_taps, *asked)
+            if self._said:
+                self._lowered[prompt] = found
             while len(self._lowered) > _MOST:
                 self._lowered.popitem(last=False)
         return found
@@ -118,6 +123,7 @@ class Known:
         blocks = self._blocks
         rest = Run(lowered.rest, run.scope, run.key)
         rest.saves.shared, rest.limit, rest.reader = run.saves.shared, run.limit, True
+        rest.keeper = run.keeper
         return rest, wants_of(effects_of(lowered.rest, run.scope, blocks.tree), blocks.tree)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from nnsight_core.errors import EngineDeadError, NotSupportedError
+from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.model import Model, prompts_of
 from nnsight_core.sampling import normalise
 from nnsight_core.taps import RESID, resolve
@@ -42,6 +43,8 @@ class VLLM(Model):
             graphs: `"model.layers.*.mlp.output"`, or `"resid"`, the residual stream after every
             layer. Any other location makes the steps that want it run eagerly.
         only_taps: refuse blocks that would run a step eagerly.
+        keep_bytes: how much memory the values may take that blocks keep on the engine.
+        keep_seconds: how long they stay.
         save_device: where saved tensors arrive, such as `cuda`; the CPU otherwise.
         **engine_args: whatever `vllm.LLM` takes. What we force or default is in
             `engine_settings()`.
@@ -69,6 +72,8 @@ class VLLM(Model):
         taps: str | Sequence[str] = RESID,
         only_taps: bool = False,
         block_timeout: float | None = BLOCK_TIMEOUT,
+        keep_bytes: int = LIMIT,
+        keep_seconds: float = SECONDS,
         **engine_args: Any,
     ) -> None:
         if mode not in ("sync", "async"):
@@ -84,7 +89,11 @@ class VLLM(Model):
         self._repo = repo
         self._serve = serve
         self._api_key = api_key
-        self._block_timeout = block_timeout
+        self._limits = {
+            "block_timeout": block_timeout,
+            "keep_bytes": keep_bytes,
+            "keep_seconds": keep_seconds,
+        }
         self._arguments = {**engine_args, "taps": taps}
         self._only_taps = only_taps
         self._engine: SyncEngine | None = None
@@ -221,9 +230,7 @@ class VLLM(Model):
             raise EngineDeadError("This model was closed; `model.restart()` opens it again.")
         if self._engine is None:
             self._check_taps()
-            self._engine = SyncEngine(
-                self._repo, self._arguments, block_timeout=self._block_timeout
-            )
+            self._engine = SyncEngine(self._repo, self._arguments, **self._limits)
             self._confirm(self._engine)
         return self._engine
 
@@ -231,7 +238,7 @@ class VLLM(Model):
         if self._closed:
             raise EngineDeadError("This model was closed; `model.restart()` opens it again.")
         self._check_taps()
-        return AsyncEngine(self._repo, self._arguments, block_timeout=self._block_timeout)
+        return AsyncEngine(self._repo, self._arguments, **self._limits)
 
     def _check_taps(self) -> None:
         if self._arguments["taps"] not in (RESID, (), []):

@@ -18,6 +18,7 @@ from nnsight_core.code import compile_block
 from nnsight_core.effects import Effects
 from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
 from nnsight_core.explain import Explanation
+from nnsight_core.keeps import Keeper, Keeps
 from nnsight_core.locations import RESULT, STEP
 from nnsight_core.lowering import Lowered, NotLowered
 from nnsight_core.node import Root
@@ -25,6 +26,7 @@ from nnsight_core.run import Run, current_run
 from nnsight_core.watch import Watch
 from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import encode_ended, encode_saved
+from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import (
     EndedMessage,
@@ -51,6 +53,8 @@ EXTRA, EDITS, SEQUENCES, STREAMS = (
 )
 """The entries of `extra_args` that hold a request's block, the ids of its edits, into how many
 sequences it fans out, and whether its saves are wanted as they are made."""
+SENT = "nnsight_sent"
+"""The entry that says when it was sent, by the clock of the engine's holder."""
 FOREIGN = "foreign-"
 """How the keys of requests begin that came to the engine past us, for whom nobody waits."""
 
@@ -80,11 +84,11 @@ class Tracing:
         limit: float | None,
     ) -> None:
         self.tables: Tables
+        self.keeps: Keeps
         self.requests: dict[str, list[Traced]] = {}
         self.awaited: dict[tuple[str, int, str], Traced] = {}
         self.written: dict[str, Table] = {}
         self.edits: dict[str, Known] = {}
-        self.limit = limit
         self.record: Callable[[str], None] = lambda path: None
         self._recorded: set[str] = set()
         self._watch = watch
@@ -101,6 +105,15 @@ class Tracing:
         self._streaming: dict[Traced, None] = {}
         self._show = warnings.showwarning
         warnings.showwarning = self._warned  # type: ignore[assignment]
+
+    @property
+    def limit(self) -> float | None:
+        """How many seconds a block may run before it gives control back."""
+        return self.blocks.limit
+
+    @limit.setter
+    def limit(self, seconds: float | None) -> None:
+        self.blocks.limit = seconds
 
     @property
     def live(self) -> int:
@@ -123,6 +136,7 @@ class Tracing:
         several = extra.get(SEQUENCES, 1) > 1
         sequence = int(arrival.request.partition("_")[0]) if several else 0
         key, streams = extra.get(KEY, arrival.request), bool(extra.get(STREAMS))
+        self.keeps.tick(extra.get(SENT, 0.0))
         ready: list[tuple[Traced, Known, Effects]] = []
         blocks = [*edits] if own is None else [*edits, ""]
         for edit in blocks:
@@ -171,6 +185,7 @@ class Tracing:
             self._streaming.pop(traced, None)
             self.gone(traced.request)
             self._drop(traced.run)
+        self.keeps.drop_of(key)
 
     def end(self, run: Run) -> None:
         """A run has ended; what it brings home is sent when the step is over."""
@@ -240,7 +255,9 @@ class Tracing:
 
     def _send(self, traced: Traced) -> None:
         run = traced.run
+        keeper = run.keeper
         run.error = run.error or self._store.check(traced.blobs)
+        run.error = run.error or (keeper.check() if keeper is not None else None)
         try:
             frame = WATCHDOG.call(self.limit, self._encoded, traced)
         except BaseException as error:
@@ -250,6 +267,8 @@ class Tracing:
             run.saves.made.clear()
             run.saves.shared.clear()
             frame = self._encoded(traced)
+        if keeper is not None and keeper.made:
+            keeper.settle(handles_of(frame))
         traced.sent = True
         self._streaming.pop(traced, None)
         self.awaited.pop((traced.key, traced.sequence, traced.edit), None)
@@ -296,7 +315,9 @@ class Tracing:
         traced.reads = known.block.reads
         traced.known = self._rows.known()
         traced.ending = Ending(arrival.request, arrival.prompt, arrival.params, self._config)
-        traced.run = known.run(traced, traced.blobs)
+        place = f"{traced.sequence}{traced.edit}"
+        keeper = Keeper(self.keeps, traced.key, place)
+        traced.run = known.run(traced, traced.blobs, keeper)
         effects, traced.wants = known.reach(traced.run)
         self.look_inside(known, effects)
         return effects
@@ -380,6 +401,13 @@ class Tracing:
         )
 
 
+def handles_of(frame: Frame) -> list[str]:
+    """The ids of the handles that a message brings home."""
+    header = frame.header
+    forms = tagged(*header["saves"].values(), *header.get("more", {}).values())
+    return [form["id"] for form in forms if form["$"] == "kept"]
+
+
 def installed_of(tracing: Tracing, known: Known, edit: str) -> InstalledMessage:
     """Install a block as an edit, and say what is known of it.
 
@@ -387,7 +415,7 @@ def installed_of(tracing: Tracing, known: Known, edit: str) -> InstalledMessage:
         LocationError: its text surely names a location that does not exist.
     """
     bare = Traced("", "", 0, edit, 1, Run(known.code, {}))
-    bare.run = known.run(bare, bare.blobs)
+    bare.run = known.run(bare, bare.blobs, Keeper(tracing.keeps, edit))
     effects, wants = known.reach(bare.run)
     effects.check(tracing.blocks.tree, known.code)
     tracing.look_inside(known, effects)

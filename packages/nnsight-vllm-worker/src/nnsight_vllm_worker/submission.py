@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nnsight_core.kept import Kept
 from nnsight_core.wire.frames import Buffer
 from nnsight_core.wire.messages import BlockData, BlockMessage
 from nnsight_vllm_worker.prompts import prompt_of, sampling_of
-from nnsight_vllm_worker.requests import EXTRA, SEQUENCES, STREAMS
+from nnsight_vllm_worker.requests import EXTRA, SENT, SEQUENCES, STREAMS
 from nnsight_vllm_worker.vllm_ports.scheduling import KEY, WHOLE
 
 if TYPE_CHECKING:
@@ -25,16 +27,25 @@ class Carried:
         data: its frame.
         whole: whether a prompt has to run in one piece for it.
         blobs: contents of the outside tensors that it needs.
+        handles: the kept values that it uses, which stay as long as this does.
     """
 
     data: bytes
     whole: bool
     blobs: tuple[str, ...] = ()
+    handles: tuple[Kept, ...] = ()
 
     @classmethod
-    def of(cls, block: BlockData, buffers: list[Buffer], blobs: Mapping[str, Any]) -> Carried:
-        """A block with the buffers that it names and the contents that it needs."""
-        return cls(BlockMessage(block=block).frame(buffers).to_bytes(), block.whole, tuple(blobs))
+    def of(
+        cls,
+        block: BlockData,
+        buffers: list[Buffer],
+        blobs: Mapping[str, Any],
+        handles: Iterable[Kept] = (),
+    ) -> Carried:
+        """A block with the buffers that it names and what it needs."""
+        data = BlockMessage(block=block).frame(buffers).to_bytes()
+        return cls(data, block.whole, tuple(blobs), tuple(handles))
 
 
 @dataclass(slots=True)
@@ -88,7 +99,7 @@ def request_of(
     key = uuid.uuid4().hex
     traced = carried is not None
     request = Request(key, prompt_of(prompt), params, traced, params.n, lora=lora, names=edits)
-    extra = {**(params.extra_args or {}), KEY: key}
+    extra = {**(params.extra_args or {}), KEY: key, SENT: time.monotonic()}
     if carried is not None:
         request.whole, request.blobs = carried.whole, carried.blobs
         extra[EXTRA] = carried.data

@@ -10,6 +10,7 @@ from typing import Any
 
 from nnsight_core.errors import LocationError
 from nnsight_core.interleaver import Interleaver
+from nnsight_core.keeps import LIMIT, SECONDS, Keeps
 from nnsight_core.node import Root
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.taps import resolve
@@ -36,9 +37,18 @@ from nnsight_vllm_worker.vllm_ports.runner_v2 import RunnerV2
 class WorkerExtension:
     """The RPC methods of a worker. `self` is vLLM's worker."""
 
-    def nnsight_attach(self, address: str, pickle: bool, limit: float | None) -> str:
+    def nnsight_attach(
+        self,
+        address: str,
+        pickle: bool,
+        limit: float | None,
+        keep_bytes: int = LIMIT,
+        keep_seconds: float = SECONDS,
+    ) -> str:
         """Record the model's locations and begin to trace; gives the tree as JSON."""
         self._nnsight = Attached(self, address, pickle, limit)  # type: ignore[attr-defined]
+        keeps = Keeps(self._nnsight.store.device, keep_bytes, keep_seconds)
+        self._nnsight.tracing.keeps = keeps
         return self._nnsight.tree.model_dump_json()
 
     def nnsight_detach(self) -> None:
@@ -71,14 +81,25 @@ class WorkerExtension:
         for key in keys:
             self._nnsight.tracing.forget(key)
 
+    def nnsight_let_go(self, ids: list[str], why: str) -> None:
+        """Let kept values go."""
+        self._nnsight.tracing.keeps.drop(ids, why)
+
+    def nnsight_kept(self, now: float) -> list[tuple[str, int, float]]:
+        """The id, bytes and age of each kept value."""
+        keeps = self._nnsight.tracing.keeps
+        keeps.tick(now)
+        return keeps.held()
+
     def nnsight_counts(self) -> dict[str, int]:
-        """What the worker holds: blocks, bytes of outside tensors and of writes, table entries."""
+        """What the worker holds: blocks, table entries, bytes of what it has for blocks."""
         attached = self._nnsight
         tracing = attached.tracing
         return {
             "live": tracing.live,
             "blob_bytes": attached.store.bytes,
             "kept": tracing.kept,
+            "keep_bytes": tracing.keeps.bytes,
             "entries": tracing.tables.used,
             "edits": len(tracing.edits),
             "tap_bytes": attached.loaded.taps.bytes,

@@ -97,6 +97,7 @@ def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str,
 def decode_names(data: BlockData, decoder: CodeDecoder) -> dict[str, Any]:
     """What the names of a block that came over the wire hold."""
     names = {name: decoder.decode(value) for name, value in data.names.items()}
+    decoder.forget()
     return {**names, **dict.fromkeys(data.targets, BLOCK_TRACER)}
 
 
@@ -190,12 +191,14 @@ def decode_event(message: Message, frame: Frame, invoke: int, known: list[type])
             decoder = Decoder(frame.buffers)
             saves = {name: decoder.decode(v) for name, v in message.saves.items()}
             more = {name: decoder.decode(v) for name, v in message.more.items()}
+            decoder.forget()
             place = (invoke, message.sequence, message.steps)
             return Saved(*place, saves, more, message.gone, message.edit)
         case EndedMessage():
             decoder = Decoder(frame.buffers)
             saves = {name: decoder.decode(v) for name, v in message.saves.items()}
             more = {name: decoder.decode(v) for name, v in message.more.items()}
+            decoder.forget()
             error = None
             if message.error is not None:
                 error = rebuild_error(message.error, frame.buffers, known)

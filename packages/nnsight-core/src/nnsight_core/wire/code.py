@@ -34,7 +34,14 @@ from torch import Tensor, nn
 
 from nnsight_core.block_tracer import BLOCK_TRACER, BlockTracer
 from nnsight_core.code import compile_block, is_lazy
-from nnsight_core.errors import CaptureError, EncodeError, LocationError, PolicyError
+from nnsight_core.errors import (
+    CaptureError,
+    EncodeError,
+    LocationError,
+    PolicyError,
+    ProtocolError,
+)
+from nnsight_core.kept import Kept
 from nnsight_core.node import Node, Operation, Root, Source
 from nnsight_core.tracer import Captured
 from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
@@ -54,6 +61,8 @@ class CodeEncoder(Encoder):
     Attributes:
         blobs: the large tensors' bytes by content; they must be with the receiver before it
             decodes.
+        handles: those of kept values among what was encoded; they must be held until the receiver
+            has decoded it.
     """
 
     def __init__(self, pickle: bool = False, tokenizer: Any = None) -> None:
@@ -61,6 +70,7 @@ class CodeEncoder(Encoder):
         self._pickle = pickle
         self._tokenizer = tokenizer
         self.blobs: dict[str, memoryview] = {}
+        self.handles: list[Kept] = []
 
     def form(self, value: Any) -> dict[str, Json]:
         for kinds, method in _FORMS:
@@ -112,6 +122,10 @@ class CodeEncoder(Encoder):
 
     def _tracer(self, _: Any) -> dict[str, Json]:
         return {"$": "tracer"}
+
+    def kept(self, handle: Kept) -> dict[str, Json]:
+        self.handles.append(handle)
+        return {"$": "kept", "id": handle.id, "name": handle.name}
 
     def _pymodule(self, module: ModuleType) -> dict[str, Json]:
         return {"$": "pymodule", "name": module.__name__}
@@ -223,6 +237,7 @@ _NAMED: _Forms = [
     (Node, CodeEncoder._node),
     (Source | Operation, CodeEncoder._place),
     (Captured | BlockTracer, CodeEncoder._tracer),
+    (Kept, CodeEncoder.kept),
 ]
 _FORMS: _Forms = [
     *_NAMED,
@@ -244,6 +259,7 @@ class CodeDecoder(Decoder):
         root: the root of the model's tree here.
         blob: gives the tensor of a content, on the engine's device.
         place: puts a tensor on the engine's device.
+        kept: gives the value of a handle, by its id and the name that it came home under.
         pickle: whether cloudpickle is taken.
         extra: names that every function and block sees besides its own (`print`, `save`).
     """
@@ -255,6 +271,7 @@ class CodeDecoder(Decoder):
         *,
         blob: Callable[[str, str, list[int]], Tensor] | None = None,
         place: Callable[[Tensor], Tensor] | None = None,
+        kept: Callable[[str, str], Any] | None = None,
         pickle: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> None:
@@ -262,6 +279,7 @@ class CodeDecoder(Decoder):
         self._root = root
         self._blob = blob
         self._place = place
+        self._value_of = kept
         self._pickle = pickle
         self._extra = extra or {}
 
@@ -274,6 +292,7 @@ class CodeDecoder(Decoder):
             "operation": lambda f: Operation(root._places, f["path"]),
             "tracer": lambda _: BLOCK_TRACER,
             "tokenizer": lambda _: root.tokenizer,
+            "kept": self._kept,
             "pymodule": lambda f: _import(f["name"]),
             "path": _from_path,
             "function": self._function,
@@ -305,6 +324,11 @@ class CodeDecoder(Decoder):
         cls = self._run_source(form, form["name"])
         cls.__qualname__ = form["qualname"]
         return cls
+
+    def _kept(self, form: dict[str, Json]) -> Any:
+        if self._value_of is None:
+            raise ProtocolError("A kept value was named where none are.")
+        return self._value_of(str(form["id"]), str(form["name"]))
 
     def _run_source(self, form: dict[str, Json], name: str) -> Any:
         place = (form["filename"], form["line"], "<module>", form["lazy"])

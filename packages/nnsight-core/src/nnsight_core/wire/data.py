@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nnsight_core.cache import Cache
 from nnsight_core.errors import EncodeError, ProtocolError
+from nnsight_core.kept import Kept
 from nnsight_core.outputs import RESULT_LATER, LateResult
 from nnsight_core.values import dtype_name, plain
 from nnsight_core.wire.frames import Buffer
@@ -128,6 +129,8 @@ class Encoder:
             return {"$": "range", "v": [value.start, value.stop, value.step]}
         if value is Ellipsis:
             return {"$": "ellipsis"}
+        if kind is Kept:
+            return self.kept(value)
         if kind is Cache:
             return {"$": "cache", "v": self.encode(value.data())}
         if isinstance(value, torch.Size):
@@ -144,6 +147,14 @@ class Encoder:
         if isinstance(value, int | float | str):  # an enum's member or another subclass
             return {"$": "plain", "v": self._encode(_base_of(value))}
         raise self.refusal(value)
+
+    def kept(self, handle: Kept) -> dict[str, Json]:
+        """A handle's form: what it stands for, and what is known of that without having it."""
+        form: dict[str, Json] = {"$": "kept", "id": handle.id}
+        form |= {"what": handle.what, "bytes": handle.bytes}
+        if handle.shape is not None and handle.dtype is not None:
+            form |= {"dtype": dtype_name(handle.dtype), "shape": list(handle.shape)}
+        return form
 
     def refusal(self, value: Any) -> EncodeError:
         """The error for a value that is no data."""
@@ -262,6 +273,11 @@ class Decoder:
         finally:
             self._depth -= 1
 
+    def forget(self) -> None:
+        """Hold nothing that was decoded: a decoder lives on until Python looks for cycles."""
+        self._made.clear()
+        self._whole.clear()
+
     def _tagged(self, form: dict[str, Json]) -> Any:
         tag = form["$"]
         if tag == "ref":
@@ -304,6 +320,7 @@ class Decoder:
             "slice": lambda f: slice(*self._parts(f)),
             "range": lambda f: range(*[int(v) for v in f["v"]]),
             "ellipsis": lambda _: Ellipsis,
+            "kept": self._kept,
             "cache": lambda f: Cache.of(self.decode(f["v"])),
             "plain": lambda f: self.decode(f["v"]),
         }
@@ -361,6 +378,13 @@ class Decoder:
         for key, value in zip(keys, form["v"], strict=True):
             made[key] = self.decode(value)
         return made
+
+    def _kept(self, form: dict[str, Json]) -> Any:
+        """A handle, which stands for something once the one whose values these are adopts it."""
+        id, what, size = str(form["id"]), str(form["what"]), _index(form["bytes"])
+        if "dtype" not in form:
+            return Kept(id, what, size)
+        return Kept(id, what, size, torch.Size(_shape(form["shape"])), _DTYPES[form["dtype"]])
 
     def _named(self, form: dict[str, Json]) -> Any:
         """A named tuple: of its own class if this process has it, else of one made like it."""

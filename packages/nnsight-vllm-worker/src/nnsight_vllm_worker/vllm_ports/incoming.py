@@ -76,6 +76,8 @@ def _mark(request: Any, marks: Marks) -> None:
         request.cache_salt = f"{request.cache_salt or ''}{marks.salt}"
 
 
-def under_way(engine: Any) -> Collection[str]:
-    """The ids of the sequences that have not finished."""
-    return engine.output_processor.request_states.keys()
+def under_way(engine: Any) -> Callable[[], Collection[str]]:
+    """What gives the ids of the sequences that have not finished."""
+    # Not the engine itself, which ends when nobody refers to it any more.
+    states = engine.output_processor.request_states
+    return lambda: states.keys()
