@@ -317,12 +317,10 @@ def test_a_sequence_that_raises_takes_what_its_request_kept_along(gpt2: Any) -> 
 
 
 def test_a_trace_that_is_left_keeps_nothing(gpt2: Any, monkeypatch: Any) -> None:
-    backend = gpt2._backend
-
-    def interrupted(event: Any) -> Any:
+    def interrupted(event: Any, device: str) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(backend, "_placed", interrupted)
+    monkeypatch.setattr("nnsight_vllm_worker.backend.placed", interrupted)
     with pytest.raises(KeyboardInterrupt):
         with gpt2.trace(PARIS, n=2, temperature=1.0, max_tokens=4):
             hidden = gpt2.transformer.h[4].output.keep()

@@ -419,6 +419,8 @@ class _Traffic(_Batch):
 
     def _add(self) -> Iterator[Any]:
         self.pending.update(self.requests)  # what is still to come keeps the batch going
+        for request in self.requests.values():
+            self._begin(request)
         yield from ()
 
     def _step(self) -> list[Any]:
@@ -457,9 +459,10 @@ class Played(NamedTuple):
 def play(model: Any, asks: list[Ask], met: Counter[str], write: bool = True) -> Played:
     """Run a mix; `met` counts what the engine did to its requests."""
     engine = model._engine
-    blobs: dict[str, Any] = {}
+    encoder = model._backend._encoder(engine)
+    blobs = encoder.blobs
     invokes = [invoke_of(model, ask, write) for ask in asks]
-    requests = [model._backend._request(engine.tree, invoke, blobs) for invoke in invokes]
+    requests = [encoder.request(invoke) for invoke in invokes]
     places = {request.key: place for place, request in enumerate(requests)}
     outputs: dict[int, Any] = {}
     ended: list[dict[int, Any]] = [{} for _ in asks]

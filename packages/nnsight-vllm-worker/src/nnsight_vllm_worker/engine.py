@@ -223,14 +223,17 @@ class _Batch:
     def _add(self) -> Iterator[tuple[str, Frame | Output]]:
         for key, request in self.requests.items():
             try:
-                self.engine.edits.begin(request)
-                self.progress[key] = Progress(request)
+                self._begin(request)
                 startup.add_request(self.engine.llm, key, request)
             except (ValueError, TypeError) as error:
                 del self.progress[key]
                 yield key, error
             else:
                 self.pending.add(key)
+
+    def _begin(self, request: Request) -> None:
+        self.engine.edits.begin(request)
+        self.progress[request.key] = Progress(request)
 
     def _step(self) -> list[Any]:
         try:

@@ -58,6 +58,7 @@ class Known:
         self._names: dict[str, Any] | None = None
         self._reach: tuple[Effects, Wants] | None = None
         self._lowered: OrderedDict[int | None, Lowered | NotLowered] = OrderedDict()
+        self._rests: OrderedDict[int, tuple[Lowered, Wants]] = OrderedDict()
 
     def run(self, key: Any, blobs: list[str], keeper: Keeper) -> Run:
         """A run of the block for one request.
@@ -118,13 +119,24 @@ class Known:
                 self._lowered.popitem(last=False)
         return found
 
-    def rest(self, lowered: Lowered, run: Run) -> tuple[Run, Wants]:
-        """The run of what is left of it when the taps do its writes."""
-        blocks = self._blocks
+    def wants_of_rest(self, lowered: Lowered, run: Run) -> Wants:
+        """What is wanted by what is left of it when the taps do its writes."""
+        known = self._rests.get(id(lowered))
+        if known is None:
+            tree = self._blocks.tree
+            known = lowered, wants_of(effects_of(lowered.rest, run.scope, tree), tree)
+            if self._said:
+                self._rests[id(lowered)] = known
+            while len(self._rests) > _MOST:
+                self._rests.popitem(last=False)
+        return known[1]
+
+    def rest(self, lowered: Lowered, run: Run) -> Run:
+        """The run of what is left of it, which takes the place of the whole one's."""
         rest = Run(lowered.rest, run.scope, run.key)
         rest.saves.shared, rest.limit, rest.reader = run.saves.shared, run.limit, True
         rest.keeper = run.keeper
-        return rest, wants_of(effects_of(lowered.rest, run.scope, blocks.tree), blocks.tree)
+        return rest
 
 
 class Blocks:

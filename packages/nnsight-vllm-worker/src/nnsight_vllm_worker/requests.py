@@ -346,7 +346,7 @@ class Tracing:
                 if found is None or any(f"{w.path}.output" in read for w in found.writes):
                     break
                 lowered.append((traced, known, found))
-                _, wants = known.rest(found, traced.run)
+                wants = known.wants_of_rest(found, traced.run)
             read.update((*wants.first.taps, *wants.later.taps))
         if not lowered:
             return
@@ -359,7 +359,8 @@ class Tracing:
                 traced.lowered = None
             return
         for traced, known, found in lowered:
-            traced.run, traced.wants = known.rest(found, traced.run)
+            traced.wants = known.wants_of_rest(found, traced.run)
+            traced.run = known.rest(found, traced.run)
             traced.alone = found.alone
 
     def lowered(self, traced: Traced, known: Known) -> Lowered | None:
@@ -424,7 +425,7 @@ def installed_of(tracing: Tracing, known: Known, edit: str) -> InstalledMessage:
         found = known.lowered(bare.run, None)
     lowered = isinstance(found, Lowered)
     if lowered:
-        _, wants = known.rest(found, bare.run)
+        wants = known.wants_of_rest(found, bare.run)
     tracing.edits[edit] = known
     told = Explanation(
         wants,
