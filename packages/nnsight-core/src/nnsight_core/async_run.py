@@ -53,7 +53,9 @@ class AsyncRun:
         bar: Bar | None = None,
     ) -> None:
         need_loop()
-        self._work = _Work(backend, invokes, home, bar)
+        self._work = _Work(backend, invokes, bar)
+        self._home: Home | None = home
+        self._error: Exception | None = None
         # A frame that is held keeps this object alive, and a trace that nobody reads is to end.
         self._frame = _sign(frame)
 
@@ -77,13 +79,30 @@ class AsyncRun:
         finally:
             if not work.over:
                 await work.abort()
-        work.finish(frame)
+        self._finish(frame)
 
     async def _result(self, frame: FrameType | None) -> Any:
         await self._work.drain()
-        self._work.finish(frame)
+        self._finish(frame)
         found = [outcome.output for outcome in self._work.outcomes]
         return found[0] if len(found) == 1 else found
+
+    def _finish(self, frame: FrameType | None) -> None:
+        """Bind what has come home, and raise what there is to raise."""
+        if self._home is not None:
+            home, self._home = self._home, None
+            failure = self._work.failure
+            try:
+                expected = isinstance(failure, ProtocolError | EngineDeadError)
+                if failure is not None and not expected:
+                    raise failure
+                self._error = home(self._work.outcomes, failure, frame)
+            except Exception as raised:
+                self._error = raised
+            for outcome in self._work.outcomes:
+                # What its block held need not stay.
+                outcome.invoke = Invoke(None)
+        reraise(self._error)
 
     def _user(self, frame: FrameType) -> FrameType | None:
         """The frame that waits, if the trace was written in it."""
@@ -94,25 +113,35 @@ class AsyncRun:
             self._work.abandon()
 
 
-class _Work:
-    """The requests themselves, and the task that brings them to their end."""
+_TASKS: set[asyncio.Task[None]] = set()
+"""A loop holds its tasks weakly."""
 
-    def __init__(
-        self, backend: AsyncBackend, invokes: list[Invoke], home: Home, bar: Bar | None
-    ) -> None:
+
+class _Work:
+    """The requests themselves, and the task that brings them to their end.
+
+    It knows nothing of the trace, which may be let go of meanwhile.
+    """
+
+    def __init__(self, backend: AsyncBackend, invokes: list[Invoke], bar: Bar | None) -> None:
         self._bar = bar
         self.outcomes = [Outcome(index, invoke) for index, invoke in enumerate(invokes)]
-        self._home: Home | None = home
-        self._failure: BaseException | None = None
-        self._error: Exception | None = None
+        self.failure: BaseException | None = None
         self._streams: bool | None = None
         self._draining = False
         self._ready: deque[RequestOutput] = deque()
-        self._changed = asyncio.Event()
+        # Each is cleared by the one who waits for it, and by nobody else.
+        self._came, self._taken = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # Who does not say in time what is wanted gets everything.
         events = backend.submit(invokes, lambda: self._streams is not False)
         self._task = self._loop.create_task(self._bring(events))
+        _TASKS.add(self._task)
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        _TASKS.discard(task)
+        self._came.set()
 
     @property
     def over(self) -> bool:
@@ -135,12 +164,11 @@ class _Work:
                     if isinstance(event, Went | Finished) and outcome.output is not None:
                         await self._offer(outcome.output)
         except asyncio.CancelledError:
-            self._failure = EngineError("The trace was left before its end, which aborted it.")
+            self.failure = EngineError("The trace was left before its end, which aborted it.")
             raise
         except BaseException as error:
-            self._failure = error
+            self.failure = error
         finally:
-            self._changed.set()
             if self._bar is not None:
                 self._bar.close()
 
@@ -148,14 +176,14 @@ class _Work:
         if self._draining:
             return
         self._ready.append(output.model_copy())
-        self._changed.set()
+        self._came.set()
         while len(self._ready) >= AHEAD and not self._draining:
-            self._changed.clear()
-            await self._changed.wait()
+            self._taken.clear()
+            await self._taken.wait()
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """The outputs as they come; of requests that are over, the last ones again."""
-        if self._home is None or self._draining:
+        if self._draining or (self.over and not self._ready):
             await self.drain()
             for outcome in self.outcomes:
                 if outcome.output is not None:
@@ -164,41 +192,23 @@ class _Work:
         while True:
             while self._ready:
                 output = self._ready.popleft()
-                self._changed.set()
+                self._taken.set()
                 yield output
             if self.over:
                 return
-            self._changed.clear()
-            waiting = asyncio.ensure_future(self._changed.wait())
-            try:
-                await asyncio.wait((waiting, self._task), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                waiting.cancel()
+            self._came.clear()
+            await self._came.wait()
 
     async def drain(self) -> None:
         """Wait for the end; whoever is cancelled here aborts the requests."""
         self._draining = True
         self._ready.clear()
-        self._changed.set()
+        self._taken.set()
         try:
             await asyncio.wait([self._task])
         except asyncio.CancelledError:
             await self.abort()
             raise
-
-    def finish(self, frame: FrameType | None) -> None:
-        """Bind what has come home, and raise what there is to raise."""
-        if self._home is not None:
-            home, self._home = self._home, None
-            failure = self._failure
-            try:
-                expected = isinstance(failure, ProtocolError | EngineDeadError)
-                if failure is not None and not expected:
-                    raise failure
-                self._error = home(self.outcomes, failure, frame)
-            except Exception as raised:
-                self._error = raised
-        reraise(self._error)
 
     async def abort(self) -> None:
         """End the requests, and wait until nothing is left of them."""

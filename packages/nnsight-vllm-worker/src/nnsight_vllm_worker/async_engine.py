@@ -16,7 +16,7 @@ from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.errors import EngineDeadError
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.kept import KeptValues
-from nnsight_core.outputs import RequestOutput
+from nnsight_core.outputs import CompletionOutput, RequestOutput
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_vllm_worker.blobs import Ledger
@@ -365,6 +365,7 @@ class _Running:
         self._ahead: deque[Frame] = deque()
         self._outputs: deque[RequestOutput] = deque()
         self._lengths: dict[int, int] = {}
+        self._parts: dict[int, CompletionOutput] = {}
         self._came = asyncio.Event()
         self._generating = False
         self._task: asyncio.Task[None] | None = None
@@ -418,8 +419,8 @@ class _Running:
         async with aclosing(async_startup.generate(self._engine.llm, self._request)) as outputs:
             async for made in outputs:
                 if not made.finished:
-                    await self._went(output_of(made))
-        output = output_of(made)
+                    await self._went(self._whole(output_of(made)))
+        output = self._whole(output_of(made))
         self._generating = False
         if not self._progress.answered:
             # What its last step said may be on the way.
@@ -430,6 +431,12 @@ class _Running:
                 raise EngineDeadError(NEVER_ANSWERED)
         self._lengths |= _lengths(output)
         self._pass_on()
+        return output
+
+    def _whole(self, output: RequestOutput) -> RequestOutput:
+        """The output with all sequences; a streamed one has only those that have come further."""
+        self._parts |= {part.index: part for part in output.outputs}
+        output.outputs = [self._parts[index] for index in sorted(self._parts)]
         return output
 
     async def _went(self, output: RequestOutput) -> None:
