@@ -89,7 +89,8 @@ def _engine(path: str, **arguments: Any) -> VLLM:
     if torch.cuda.is_available():
         # Several engines share one GPU here, and measuring how much of it is free for keys and
         # values throws away the graphs of the other engines of a process.
-        arguments = {"kv_cache_memory_bytes": 1 << 30, **arguments}
+        space = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
+        arguments = {**space, **arguments}
     # Compiling takes longer than most tests; what is compiled has fixtures of its own.
     if COMPILED:
         arguments = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}, **arguments}

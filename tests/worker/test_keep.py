@@ -108,8 +108,8 @@ def test_several_invokes_give_a_list_of_handles(gpt2: Any) -> None:
 
 
 def test_sequences_give_a_list_of_handles(gpt2: Any) -> None:
-    with gpt2.trace(PARIS, n=2, temperature=2.0, seed=1, max_tokens=3) as tracer:
-        for _ in tracer.iter[:2]:
+    with gpt2.trace(PARIS, n=2, temperature=2.0, seed=1, max_tokens=9, ignore_eos=True) as tracer:
+        for _ in tracer.iter[:8]:
             logits = gpt2.logits.keep()
             here = gpt2.logits.clone().save()
     assert len(logits) == 2 and held(gpt2) == 2 * logits[0].bytes

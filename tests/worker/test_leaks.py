@@ -106,7 +106,8 @@ def test_a_thousand_traces_leave_nothing(gpt2: Any) -> None:
     for index in range(300):
         KINDS[index % len(KINDS)](gpt2, index, steer)
     before, memory = held(), psutil.Process().memory_info().rss
-    for index in range(300, 1000):
+    # Ends with the same kind, of which the engine still holds the last pass.
+    for index in range(300, 1002):
         KINDS[index % len(KINDS)](gpt2, index, steer)
     after, grown = held(), psutil.Process().memory_info().rss - memory
     assert all(after[name] <= before[name] + 3 for name in after), (before, after)

@@ -158,13 +158,13 @@ class VLLM(Model):
         if backend is not self._backend or not isinstance(backend, LocalBackend):
             return super()._generate(backend, prompts, sampling, use_tqdm)
         named = normalise(sampling)
-        given = [prompt_of(p) for p in prompts_of(prompts)]
         edits, lora = check_edits(named.pop("edits", None)), named.pop("lora_request", None)
         params = sampling_of(named)
         engine = self._dispatched()
         if engine.edits.chosen(edits):
             return super()._generate(backend, prompts, sampling, use_tqdm)
         # Nothing of ours has a part in it, so that vLLM's own way can do it.
+        given = [prompt_of(p) for p in prompts_of(prompts)]
         bar = len(given) > 1 if use_tqdm is None else use_tqdm
         with refusals():
             outputs = engine.llm.generate(given, params, use_tqdm=bar, lora_request=lora)
