@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,13 +11,11 @@ import pytest
 import torch
 
 from nnsight_core import (
-    KeepLimitError,
     KeptError,
     LateWriteError,
     NotSupportedError,
     UnboundSaveWarning,
 )
-from nnsight_vllm_worker import VLLM
 from nnsight_vllm_worker.submission import Request
 
 PARIS = "The Eiffel Tower is in the city of"
@@ -36,21 +33,13 @@ def held(model: Any) -> int:
 @pytest.fixture(autouse=True)
 def empty(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing is kept before a test, nor after it."""
-    names = {"gpt2", "small", "compiled_gpt2"} & {*request.fixturenames}
+    names = {"gpt2", "compiled_gpt2"} & {*request.fixturenames}
     models = [request.getfixturevalue(name) for name in names]
     assert all(held(model) == 0 for model in models)
     yield
     gc.collect()
     assert all(held(model) == 0 for model in models)
     assert all(model._engine.counts()["live"] == 0 for model in models)
-
-
-@pytest.fixture(scope="module")
-def small(gpt2_path: str) -> Iterator[VLLM]:
-    """An engine on which little may be kept."""
-    settings = {"enforce_eager": True, "dtype": "float32", "max_model_len": 64}
-    with VLLM(gpt2_path, dispatch=True, keep_bytes=10_000, keep_seconds=3.0, **settings) as model:
-        yield model
 
 
 def test_a_kept_value_is_used_by_a_later_trace(gpt2: Any) -> None:
@@ -210,59 +199,6 @@ def test_a_value_that_is_gone_is_an_error_of_its_request_alone(gpt2: Any) -> Non
             with tracer.invoke(ROME):
                 logits = gpt2.logits.save()
     assert logits.shape[0] == 1
-
-
-def test_a_handle_of_another_engine_is_refused(gpt2: Any, small: Any) -> None:
-    with gpt2.trace("Hello", **ONE):
-        hidden = gpt2.transformer.h[4].output.keep()
-    with pytest.raises(KeptError, match="'hidden' cannot be had: it is on another engine"):
-        with small.trace("Hello", **ONE):
-            seen = (hidden + 1).save()
-
-
-def test_a_handle_of_an_engine_that_was_restarted_is_refused(small: Any) -> None:
-    with small.trace("Hello", **ONE):
-        hidden = small.transformer.h[4].output.keep()
-    small.restart()
-    with pytest.raises(KeptError, match="closed or restarted"):
-        with small.trace("Hello", **ONE):
-            seen = (hidden + 1).save()
-
-
-def test_values_leave_after_a_time(small: Any) -> None:
-    with small.trace("Hello", **ONE):
-        hidden = small.transformer.h[4].output.keep()
-    with small.trace("Hello", **ONE):
-        seen = (hidden + 1).save()
-    assert seen.shape == hidden.shape
-    time.sleep(3.1)
-    with pytest.raises(
-        KeptError, match="'hidden' cannot be had: it was kept for more than keep_seconds=3"
-    ):
-        with small.trace("Hello", **ONE):
-            seen = (hidden + 1).save()
-    assert len(small.kept) == 0
-
-
-def test_a_limit_in_bytes_is_an_error_of_the_block(small: Any) -> None:
-    with small.trace([5] * 20, **ONE):
-        first = small.transformer.h[1].output.keep()
-    assert first.bytes == 7680
-    told = r"7680 bytes cannot be kept: 7680 of the 10000 .*`model.kept.clear\(\)`.*keep_bytes="
-    with pytest.raises(KeepLimitError, match=told):
-        with small.trace(**ONE) as tracer:
-            with tracer.invoke([5] * 20):
-                small.transformer.h[1].output.keep()
-            with tracer.invoke("Hello"):
-                logits = small.logits.save()
-    assert logits.shape[0] == 1 and held(small) == 7680
-    with small.trace("Hello", **ONE):
-        norm = first.norm().save()
-    assert norm > 0
-    del first
-    with small.trace([5] * 20, **ONE):
-        again = small.transformer.h[1].output.keep()
-    assert again.bytes == 7680
 
 
 def test_a_block_that_writes_into_a_kept_value_changes_its_own_copy(gpt2: Any) -> None:

@@ -102,3 +102,29 @@ def test_the_parts_of_an_adapted_layer_are_locations(lora: Any, adapter: str) ->
         down = lora.model.layers[1].mlp.down_proj.output[0].save()
         whole = lora.model.layers[1].mlp.output.save()
     assert down.shape[1] == 128 and torch.equal(down, whole)
+
+
+def test_edits_see_and_change_adapted_values(
+    lora: Any, adapter: str, merged: Any, alike: Any
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    with lora.edit("halve") as (tracer, halve):
+        for _ in tracer.all():
+            lora.model.layers[2].mlp.output[:] *= 0.5
+    with lora.edit("look") as (tracer, look):
+        logits = [].save()
+        for _ in tracer.all():
+            logits.append(lora.logits)
+    try:
+        [output] = lora.generate(PROMPT, lora_request=LoRARequest("probe", 1, adapter), **GREEDY)
+    finally:
+        lora.clear_edits()
+    with merged.trace(PROMPT, **GREEDY) as tracer:
+        expected = [].save()
+        for _ in tracer.all():
+            merged.model.layers[2].mlp.output[:] *= 0.5
+            expected.append(merged.logits)
+    assert not output.errors and len(output.saves["logits"]) == 3
+    for here, there in zip(output.saves["logits"], expected, strict=True):
+        alike(here, there)

@@ -69,6 +69,7 @@ class Ask:
         comes: the pass of the engine before which it comes.
         clears: whether the engine's cache is cleared then, for which all that runs is preempted.
         leaves: the pass before which it is aborted; None if it is not.
+        edits: the edits of the engine that belong to it.
     """
 
     place: int
@@ -85,6 +86,7 @@ class Ask:
     comes: int
     clears: bool
     leaves: int | None
+    edits: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> list[int]:
@@ -416,6 +418,10 @@ class _Traffic(_Batch):
         super().__init__(engine, requests, blobs)
         self.due = list(zip(requests, asks, strict=True))
         self.passes = 0
+        # A scheduler that runs ahead takes back the step in flight when it is cleared, and draws it
+        # again, which is an error of a block that has seen it.
+        config = engine.llm.llm_engine.vllm_config.scheduler_config
+        self.clears = not config.async_scheduling
 
     def _add(self) -> Iterator[Any]:
         self.pending.update(self.requests)  # what is still to come keeps the batch going
@@ -427,7 +433,7 @@ class _Traffic(_Batch):
         assert self.passes < 3000, "the requests never end"
         for request, ask in self.due:
             if ask.comes == self.passes:
-                if ask.clears:
+                if ask.clears and self.clears:
                     self.engine.llm.reset_prefix_cache(reset_running_requests=True)
                 startup.add_request(self.engine.llm, request.key, request)
             if ask.leaves == self.passes and request.key in self.pending:
@@ -462,6 +468,8 @@ def play(model: Any, asks: list[Ask], met: Counter[str], write: bool = True) -> 
     encoder = model._backend._encoder(engine)
     blobs = encoder.blobs
     invokes = [invoke_of(model, ask, write) for ask in asks]
+    for ask, invoke in zip(asks, invokes, strict=True):
+        invoke.edits = list(ask.edits)
     requests = [encoder.request(invoke) for invoke in invokes]
     places = {request.key: place for place, request in enumerate(requests)}
     outputs: dict[int, Any] = {}
@@ -472,11 +480,13 @@ def play(model: Any, asks: list[Ask], met: Counter[str], write: bool = True) -> 
         for key, what in _Traffic(engine, requests, blobs, asks).run():
             if isinstance(what, Frame):
                 event: Any = decode_event(read_message(what), what, places[key], [])
-                if event.error is not None and asks[places[key]].block != "failing":
+                name = event.edit.partition("#")[0]
+                if event.error is not None and (name or asks[places[key]].block != "failing"):
                     raise event.error
                 error = event.error and (type(event.error), str(event.error))
                 notes = [(note.category, note.message, note.line) for note in event.warnings]
-                ended[places[key]][event.sequence] = (event.saves, event.value, error, notes)
+                told = (event.saves, event.value, error, notes)
+                ended[places[key]][event.sequence, name] = told
             elif isinstance(what, BaseException):
                 raise what
             else:
@@ -583,13 +593,41 @@ def _repair_seeds(runner: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runner, "_bookkeeping_sync", keep_books_without)
 
 
+EDITS = ((), ("look",), (), ("steer",), (), ("look", "steer"), (), ("shift", "look"))
+"""Which edits requests have; those that write need their prompts in one piece on some engines."""
+SHIFTING = tuple(i for i, edits in enumerate(EDITS) if "steer" in edits or "shift" in edits)
+
+
+@pytest.fixture(autouse=True)
+def edited(seeded: None, tight: Any, gpt2: Any) -> Iterator[None]:
+    """Three edits on both engines: one looks, one does what taps can do, one what they cannot."""
+    for model in (tight, gpt2):
+        layers = model.transformer.h
+        with model.edit("look") as (tracer, _):
+            looked = [].save()
+            for _ in tracer.all():
+                looked.append((layers[4].output[-1], model.logits.argmax()))
+        with model.edit("steer") as (tracer, _):
+            for _ in tracer.all():
+                layers[3].output[:, ::2] += 0.5
+        with model.edit("shift") as (tracer, _):
+            for _ in tracer.all():
+                hidden = layers[7].output
+                hidden[:] = hidden + hidden.abs().mean(-1, keepdim=True) * 0.1
+    yield
+    for model in (tight, gpt2):
+        model.clear_edits()
+        assert model._engine.counts()["edits"] == 0
+
+
 # -- the mixes, and what is to hold of them ----------------------------------------------------
 
 
 @st.composite
 def asks(draw: Any, place: int, blocks: Sequence[str]) -> Ask:
     block = draw(st.sampled_from([*blocks, *["plain"] * 8]))
-    short = block in SHORT
+    edits = draw(st.sampled_from(EDITS))
+    short = block in SHORT or "shift" in edits or "steer" in edits
     shared = draw(st.sampled_from([0, 16, 33] if short else [0, 16, 33, 64]))
     # Of several sequences that fail, the first one ends the others, wherever they are. And vLLM
     # refuses several greedy ones.
@@ -612,6 +650,7 @@ def asks(draw: Any, place: int, blocks: Sequence[str]) -> Ask:
         comes=comes,
         clears=draw(st.sampled_from([False, False, False, False, True])),
         leaves=None if stays is None else comes + stays,
+        edits=edits,
     )
 
 
@@ -630,7 +669,7 @@ def every_block(blocks: Sequence[str]) -> list[Ask]:
             steps=1 + place % 4,
             scale=(1.5, 0.5, -1.0)[place % 3],
             shared=16 * (place % 3),
-            own=5 if block in SHORT else 50,
+            own=5 if block in SHORT or place % len(EDITS) in SHIFTING else 50,
             tokens=20 + place % 8,
             ends=False,
             n=1 if place % 4 else 2,
@@ -638,6 +677,7 @@ def every_block(blocks: Sequence[str]) -> list[Ask]:
             comes=7 * place,
             clears=place % 2 == 1,
             leaves=None if place < len(blocks) else 7 * place + 9,
+            edits=EDITS[place % len(EDITS)],
         )
         for place, block in enumerate([*blocks, *blocks[1::6]])
     ]

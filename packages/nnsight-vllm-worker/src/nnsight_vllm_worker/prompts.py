@@ -87,8 +87,8 @@ def sampling_names() -> SamplingNames:
 
 
 def _ids(ids: Any, mask: Any) -> list[int]:
-    if ids and mask is None and type(ids) is list and type(ids[0]) is int:
-        return [int(i) for i in ids]  # as most prompts are, without a tensor of them
+    if type(ids) is list and mask is None and ids and type(ids[0]) is int:
+        return [int(i) for i in ids]  # as most prompts are; without a tensor of them
     rows = torch.as_tensor(ids)
     if rows.dim() > 1 and rows.shape[0] != 1 and rows.numel():
         raise ValueError(

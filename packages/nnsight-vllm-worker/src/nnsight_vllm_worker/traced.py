@@ -146,7 +146,8 @@ class Traced:
         draws = part.computed + part.tokens >= part.known
         live = 1 if step else part.tokens
         position = part.known - live if draws else part.computed
-        if step == 0 and not self.run.started:
+        # What taps do alone looks at nothing, so that it need not be run whole, or at all.
+        if step == 0 and not self.run.started and not self.alone:
             self._piece(part, draws)
             return Entry(self, step, draws, live, position, self._pieces)
         self._pieces = None
