@@ -8,10 +8,14 @@ between the `with` statement and the engine's first step.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+# Else PyTorch's look at whether there is a GPU keeps engines from being forked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 

@@ -31,6 +31,7 @@ from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import read_message
 from nnsight_vllm_worker.engine import _Batch
 from nnsight_vllm_worker.vllm_ports import startup
+from tests.conftest import COMPILED
 
 ROOM = 40
 """Tokens that a forward pass of the tight engine takes."""
@@ -698,13 +699,17 @@ def check_alone(tight: Any, gpt2: Any, near: Any, mix: list[Ask], met: Counter[s
             assert mixed.outputs == alone.outputs
 
 
-def check_rows(tight: Any, mix: list[Ask], met: Counter[str]) -> None:
-    """Who does not write has, bit for bit, what it has where nobody writes."""
+def check_rows(tight: Any, near: Any, mix: list[Ask], met: Counter[str]) -> None:
+    """Who does not write has, bit for bit, what it has where nobody writes.
+
+    Where the engine compiles, what is written again after a preemption may take a pass the eager
+    way, which rounds otherwise.
+    """
     writing, reading = (play(tight, mix, met, write) for write in (True, False))
     assert writing.passes == reading.passes
     for ask, one, other in zip(mix, writing.told, reading.told, strict=True):
         if ask.block in READERS and one.outputs is not None:
-            agree(one, other, _exactly)
+            agree(one, other, near if COMPILED else _exactly)
 
 
 def _holds(check: Callable[[list[Ask]], None], blocks: Sequence[str], examples: int) -> None:
@@ -733,12 +738,14 @@ def test_alone_equals_mixed(tight: Any, gpt2: Any, near: Any) -> None:
     assert met.keys() == set(HAPPENS) and all(met.values())
 
 
-def test_writers_change_their_own_rows_only(tight: Any) -> None:
+def test_writers_change_their_own_rows_only(tight: Any, near: Any) -> None:
     met: Counter[str] = Counter()
 
     def check(mix: list[Ask]) -> None:
-        check_rows(tight, mix, met)
+        check_rows(tight, near, mix, met)
 
     # When word comes of an error is not the same in each run, and so what runs together is not.
     _holds(check, [block for block in BLOCKS if block != "failing"], 12)
-    assert all(met.values())
+    ahead = tight.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    # Where the scheduler runs ahead, requests are preempted for want of memory only.
+    assert all(count for what, count in met.items() if not ahead or what != "preempted")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import dis
 import linecache
 import sys
 from collections import OrderedDict
@@ -251,7 +252,13 @@ class Skipped(BaseException):
     """Raised by the trace function in place of the first instruction after `__enter__`."""
 
 
-def _raise(_frame: FrameType, _event: str, _argument: Any) -> None:
+_BEFORE_BODY = {dis.opmap[name] for name in ("SEND", "END_SEND") if name in dis.opmap}
+"""What an `async with` does once its context was entered, where `__aexit__` does not see errors."""
+
+
+def _raise(frame: FrameType, _event: str, _argument: Any) -> Any:
+    if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] in _BEFORE_BODY:
+        return _raise
     raise Skipped
 
 

@@ -94,6 +94,9 @@ class Outcome:
         """Take an output, with what is saved by now."""
         self.output = output
         output.saves = self.all_names()
+        if not self.finished:
+            # What has come when the output is looked at may be more than belongs to it.
+            output.saves = {name: _copied(value) for name, value in output.saves.items()}
         new = {index: names for index, names in self._new.items() if names}
         output.new_saves = self._by_sequence(new)
         self._new = {}
@@ -207,6 +210,13 @@ class Outcome:
 
 
 _MAY_BE_LATE = (LateResult, list, tuple, dict)
+
+
+def _copied(value: Any) -> Any:
+    """A value that does not grow when a saved list or dict does."""
+    if type(value) is list:
+        return [_copied(part) if type(part) in (list, dict) else part for part in value]
+    return dict(value) if type(value) is dict else value
 
 
 def _note(error: BaseException, text: str) -> None:

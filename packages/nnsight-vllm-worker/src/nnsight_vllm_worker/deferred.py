@@ -136,7 +136,10 @@ class Deferred:
         written = [traced.writes_in(step) for step in range(traced.made)]
         traced.ways.update(tables=sum(written), plain=len(written) - sum(written))
         run.step, run.known = 0, traced.made - 1
+        # Its steps are all behind it, the last one as well as the first.
+        over, run.over = run.over, False
         self.interleaver.show([run], (), {})
+        run.over = over
 
     @contextmanager
     def _beside(self, seen: Pass) -> Iterator[None]:
