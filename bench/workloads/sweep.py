@@ -38,6 +38,7 @@ def arguments(eager: bool) -> tuple[str, dict[str, Any]]:
         return vllm_cpu.model_path(), {**CPU, "enforce_eager": True, "enable_prefix_caching": False}
     # Six engines share the GPU.
     how = {**vllm_gpu.ARGUMENTS, "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.1}
+    how["max_model_len"] = 2048
     how |= {"enforce_eager": True} if eager else {"compilation_config": vllm_gpu.GRAPHS}
     return vllm_gpu.shape(), how
 

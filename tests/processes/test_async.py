@@ -66,25 +66,27 @@ async def test_each_step_brings_what_it_saved(model: VLLM) -> None:
             by_step[step] = token
         after = core.save("the end")
     outputs = []
+    told = 0
     async for output in tracer.backend:
         outputs.append(output)
         ids = output.outputs[0].token_ids
         assert output.saves["seen"] == ids
         assert output.saves["by_step"] == dict(enumerate(ids))
-        if not output.finished:
-            assert output.new_saves["seen"] == ids[-len(output.new_saves["seen"]) :]
-            assert "after" not in output.saves
-    assert [len(output.outputs[0].token_ids) for output in outputs[:-1]] == [1, 2, 3, 4, 5]
-    assert [o.new_saves["seen"] for o in outputs[1:-1]] == [
-        [t] for t in outputs[-1].outputs[0].token_ids[1:5]
+        # vLLM joins steps that nobody has taken yet; what they saved comes together, too.
+        assert output.new_saves.get("seen", []) == ids[told:]
+        told = len(ids)
+        assert ("after" in output.saves) == output.finished
+    assert len(outputs) >= 4
+    # What was streamed stays what it was.
+    assert [output.saves["seen"] for output in outputs] == [
+        output.outputs[0].token_ids for output in outputs
     ]
-    norms = [float(output.new_saves["norm"]) for output in outputs[:-1]]
-    assert len(set(norms)) == 5
-    assert outputs[-1].finished and outputs[-1].saves["after"] == "the end"
-    assert tracer.saves["seen"] == seen and after == "the end"
-    assert seen == outputs[-1].outputs[0].token_ids and float(norm) == float(
-        outputs[-1].saves["norm"]
-    )
+    norms = {float(output.saves["norm"]) for output in outputs}
+    assert len(norms) == len({len(output.outputs[0].token_ids) for output in outputs})
+    last = outputs[-1]
+    assert last.finished and last.saves["after"] == after == "the end"
+    assert tracer.saves["seen"] == seen == last.outputs[0].token_ids
+    assert float(norm) == float(last.saves["norm"])
 
 
 async def test_awaited_again_and_again(model: VLLM) -> None:
@@ -125,16 +127,6 @@ async def test_a_hundred_traces_at_once_each_with_its_own_steering(model: VLLM) 
     with model.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
         plain = model.transformer.h[6].output.save()
     await tracer.backend
-
-    async def steered(scale: float) -> tuple[torch.Tensor, list[int]]:
-        vector = torch.full((96,), scale)
-        with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
-            for _ in tracer.all():
-                model.transformer.h[6].output[:] += vector
-            hidden = model.transformer.h[6].output.save()
-            tokens = [].save()
-        output = await tracer.backend
-        return hidden, output.outputs[0].token_ids
 
     async def read(scale: float) -> torch.Tensor:
         vector = torch.full((96,), scale)
@@ -223,7 +215,8 @@ async def test_a_slow_reader_holds_up_its_own_request_alone(model: VLLM) -> None
     slow = trace(200)
     reading = aiter(slow.backend)
     first = await anext(reading)
-    assert first.saves["count"] == [0]
+    begun = len(first.outputs[0].token_ids)
+    assert first.saves["count"] == list(range(begun)) and begun < 5
     # Others go on meanwhile, as long as they like.
     for _ in range(3):
         other = await trace(100).backend
@@ -237,7 +230,7 @@ async def test_a_slow_reader_holds_up_its_own_request_alone(model: VLLM) -> None
     await asyncio.sleep(0.3)
     assert running._lengths[0] == made
     lengths = [len(output.outputs[0].token_ids) async for output in reading]
-    assert lengths[-1] == 200 and lengths[:20] == list(range(2, 22))
+    assert lengths[-1] == 200 and lengths == sorted(lengths) and len(lengths) > 40
     assert slow.saves["count"] == list(range(200))
 
 
@@ -286,8 +279,9 @@ async def test_edits(model: VLLM) -> None:
     assert [len(output.saves["norms"]) for output in outputs] == [3, 3]
     with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
         logits = model.logits.save()
-    lengths = [len(output.saves["norms"]) async for output in tracer.backend]
-    assert lengths == [1, 2, 3] and logits.shape[0] == 1
+    async for output in tracer.backend:
+        assert len(output.saves["norms"]) == len(output.outputs[0].token_ids)
+    assert len(output.saves["norms"]) == 3 and logits.shape[0] == 1
     assert (await model.generate("Hello", edits=[], max_tokens=1))[0].saves == {}
     with pytest.raises(core.NotSupportedError, match="await edit.aclear"):
         edit.clear()

@@ -429,6 +429,7 @@ class _Running:
             await self._engine._rpc("nnsight_finish", self.key, output.model_dump_json())
             if not await self._wait(lambda: self._progress.ended, PATIENCE):
                 raise EngineDeadError(NEVER_ANSWERED)
+        self._pass_on()
         self._lengths |= _lengths(output)
         self._pass_on()
         return output
@@ -467,9 +468,7 @@ class _Running:
 
     def _due(self, header: dict[str, Any]) -> bool:
         """Whether what a frame says belongs to what has been passed on, or to no step."""
-        return header["kind"] != "saved" or header["made"] <= self._lengths.get(
-            header["sequence"], 0
-        )
+        return header.get("made", 0) <= self._lengths.get(header["sequence"], 0)
 
     async def _drop(self) -> Output | None:
         """A block of it has failed: nothing of it goes on."""

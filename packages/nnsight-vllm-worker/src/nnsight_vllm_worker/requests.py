@@ -280,6 +280,8 @@ class Tracing:
         about: dict[str, Any] = {"ways": dict(traced.ways)}
         if traced.edit:
             about |= {"edit": traced.edit, "seconds": traced.run.seconds}
+        if traced.told is not None:
+            about["made"] = traced.made
         place = (traced.key, traced.sequence)
         return encode_ended(traced.run, *place, traced.notes, traced.told, **about)
 

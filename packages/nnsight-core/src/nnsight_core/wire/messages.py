@@ -169,9 +169,10 @@ class EndedMessage(Message, Sparse):
         ways: how many steps had run in which way by then.
         edit: the id of the edit whose block it is; empty for the invoke's own.
         seconds: how long the block held the engine, if it is an edit's.
+        made: after how many steps it ended, if its saves are streamed.
     """
 
-    later = ("ways", "more", "gone", "edit", "seconds")
+    later = ("ways", "more", "gone", "edit", "seconds", "made")
 
     kind: Literal["ended"] = "ended"
     key: str
@@ -185,6 +186,7 @@ class EndedMessage(Message, Sparse):
     gone: list[str] = Field(default_factory=list)
     edit: str = ""
     seconds: float = 0.0
+    made: int = 0
 
     def frame(self, buffers: list[Buffer] | None = None) -> Frame:
         # The saves are JSON already, and may be many.
