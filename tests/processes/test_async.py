@@ -339,6 +339,32 @@ async def test_kept_values(model: VLLM) -> None:
     assert (await held(model))["keep_bytes"] == 0
 
 
+async def test_kept_values_while_others_are_streamed(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=4, **GREEDY) as tracer:
+        donor = model.transformer.h[3].output.keep()
+        first, second = (model.transformer.h[4].output, model.transformer.h[5].output).keep()
+        steps = [].save()
+        for step in tracer.all():
+            steps.append(step)
+    async for output in tracer.backend:
+        last = output.saves
+    assert last["steps"] == [0, 1, 2, 3] and len({h.id for h in (donor, first, second)}) == 3
+    del output, last
+    gc.collect()
+    with model.trace("Hello", max_tokens=1, **GREEDY) as tracer:
+        norms = [h.norm() for h in (donor, first, second)].save()
+    await tracer.backend
+    assert len(norms) == 3
+
+
+async def test_aborted_before_it_began(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=100, **GREEDY) as tracer:
+        logits = model.logits.save()
+    await tracer.backend.aclose()
+    with pytest.raises(core.EngineError, match="left before its end"):
+        await tracer.backend
+
+
 async def test_what_an_async_model_does_not_have(model: VLLM) -> None:
     with pytest.raises(core.NotSupportedError, match="await model.aclose"):
         model.close()

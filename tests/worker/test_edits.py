@@ -322,6 +322,22 @@ def test_requests_of_others_on_the_same_engine(model):
     assert model._engine.counts()["edits"] == 0 and model._engine.counts()["live"] == 0
 
 
+def test_sequences_of_others_on_the_same_engine(model):
+    from vllm import SamplingParams
+
+    sampling = {"n": 2, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    with model.edit() as (tracer, edit):
+        for step in tracer.all():
+            model.samples[:] = 20 + step
+        text = core.save(tracer.result.outputs[0].text)
+    [theirs] = model.llm.generate(
+        ["Hello"], SamplingParams(max_tokens=6, **sampling), use_tqdm=False
+    )
+    assert [list(part.token_ids) for part in theirs.outputs] == [list(range(20, 26))] * 2
+    [ours] = model.generate("Hello", max_tokens=6, **sampling)
+    assert [part.token_ids for part in ours.outputs] == [list(range(20, 26))] * 2
+
+
 def test_tensors_of_an_edit_stay_as_long_as_it_does(model):
     before = model._engine.counts()["blob_bytes"]
     big = torch.randn(200, 96)

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from types import CodeType, FrameType
 from typing import Any
 
@@ -67,6 +67,11 @@ class AsyncRun:
         self._work.stream(False)
         return self._result(self._user(sys._getframe(1))).__await__()
 
+    def whole(self) -> AsyncRun:
+        """The same, of which only finished outputs are wanted."""
+        self._work.stream(False)
+        return self
+
     async def aclose(self) -> None:
         """Abort what is left of the requests."""
         await self._work.abort()
@@ -113,6 +118,7 @@ class AsyncRun:
             self._work.abandon()
 
 
+_LEFT = "The trace was left before its end, which aborted it."
 _TASKS: set[asyncio.Task[None]] = set()
 """A loop holds its tasks weakly."""
 
@@ -141,6 +147,8 @@ class _Work:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         _TASKS.discard(task)
+        if task.cancelled() and self.failure is None:
+            self.failure = EngineError(_LEFT)  # it had not even begun
         self._came.set()
 
     @property
@@ -164,7 +172,7 @@ class _Work:
                     if isinstance(event, Went | Finished) and outcome.output is not None:
                         await self._offer(outcome.output)
         except asyncio.CancelledError:
-            self.failure = EngineError("The trace was left before its end, which aborted it.")
+            self.failure = EngineError(_LEFT)
             raise
         except BaseException as error:
             self.failure = error
@@ -213,8 +221,7 @@ class _Work:
     async def abort(self) -> None:
         """End the requests, and wait until nothing is left of them."""
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([self._task])
+        await asyncio.wait([self._task])
 
     def abandon(self) -> None:
         """Nobody will ever read this."""

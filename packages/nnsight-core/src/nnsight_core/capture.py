@@ -50,7 +50,7 @@ class Block:
     def sign(self) -> tuple[Any, ...]:
         """What tells the block from any other while both are held, but for the tracer's names."""
         own = self.target.id if isinstance(self.target, ast.Name) else ""
-        held = [id(value) for name, value in self.names.items() if name != own]
+        held = [(name, id(value)) for name, value in self.names.items() if name != own]
         return (id(self.code), own, *held, *self.shared)
 
 

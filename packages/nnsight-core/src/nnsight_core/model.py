@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
+from nnsight_core.async_run import AsyncRun
 from nnsight_core.backend import AsyncBackend, Backend, EditBackend, EditInfo, Invoke
 from nnsight_core.edits import EditContext, check_edit
 from nnsight_core.errors import EngineError, LocationError, NotSupportedError
@@ -284,7 +285,7 @@ class Model(Root):
         tracer._bar = Bar(len(tracer._invokes)) if use_tqdm else None
         reraise(tracer._run())
         if isinstance(backend, AsyncBackend):
-            return _outputs_of(tracer)
+            return _outputs_of(tracer, tracer.backend.whole())
         return [output for output in tracer.outputs if output is not None]
 
     def _described(self, backend: Any) -> ModelTree:
@@ -328,8 +329,8 @@ class Model(Root):
         return str(self.tree)
 
 
-async def _outputs_of(tracer: Tracer) -> list[RequestOutput]:
-    await tracer.backend
+async def _outputs_of(tracer: Tracer, run: AsyncRun) -> list[RequestOutput]:
+    await run
     return [output for output in tracer.outputs if output is not None]
 
 

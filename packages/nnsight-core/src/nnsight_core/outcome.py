@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections import Counter
@@ -36,7 +37,7 @@ class Outcome:
         self.edits: dict[str, dict[int, Ended]] = {}
         self.errors: list[BaseException] = []
         self._told: dict[tuple[str, int], dict[str, Any]] = {}
-        self._new: dict[int, dict[str, Any]] = {}
+        self._new: dict[tuple[str, int], dict[str, Any]] = {}
         self._lines: dict[str, str] = {}
 
     def take(self, event: Event) -> None:
@@ -70,9 +71,9 @@ class Outcome:
     def _tell(self, event: Saved | Ended) -> dict[str, Any]:
         """Put what is new to what was told before."""
         saves = self._told.setdefault((event.edit, event.sequence), {})
-        new = self._new.setdefault(event.sequence, {})
+        new = self._new.setdefault((event.edit, event.sequence), {})
         for name, value in event.saves.items():
-            saves[name] = new[name] = value
+            saves[name], new[name] = value, _copied(value)
         for name, added in event.more.items():
             grown = saves[name]
             if isinstance(grown, list):
@@ -81,10 +82,10 @@ class Outcome:
                 grown.update(added)
             seen = new.get(name)
             if seen is None:
-                new[name] = added
-            elif seen is not grown and isinstance(seen, list):
+                new[name] = _copied(added)
+            elif isinstance(seen, list):
                 seen.extend(added)
-            elif seen is not grown:
+            else:
                 seen.update(added)
         for name in event.gone:
             saves.pop(name, None)
@@ -97,7 +98,9 @@ class Outcome:
         if not self.finished:
             # What has come when the output is looked at may be more than belongs to it.
             output.saves = {name: _copied(value) for name, value in output.saves.items()}
-        new = {index: names for index, names in self._new.items() if names}
+        new: dict[int, dict[str, Any]] = {}
+        for edit, index in sorted(self._new, key=lambda place: _rank(place[0])):
+            new.setdefault(index, {}).update(self._new[edit, index])
         output.new_saves = self._by_sequence(new)
         self._new = {}
         ended = [by_sequence[i] for by_sequence in self.edits.values() for i in sorted(by_sequence)]
@@ -168,8 +171,7 @@ class Outcome:
 
     def all_names(self) -> dict[str, Any]:
         """The saved values of edits, and over them those of the invoke's own block."""
-        edits = sorted({edit for edit, _ in self._told if edit}, key=number_of)
-        names = [self.names(edit) for edit in (*edits, "")]
+        names = [self.names(edit) for edit in sorted({edit for edit, _ in self._told}, key=_rank)]
         return {name: value for found in names for name, value in found.items()}
 
     def _of_sequences(self, values: list[Any]) -> Any:
@@ -230,10 +232,13 @@ def _slowest(sequences: dict[int, Ended]) -> int:
     return max(ways.index(way) for ended in sequences.values() for way in (*ended.ways, "plain"))
 
 
-def number_of(edit: str) -> int:
-    """The place of an edit among those that were installed, by its id (`name#number`)."""
+def _rank(edit: str) -> float:
+    """The place of an edit among those that were installed, by its id (`name#number`).
+
+    The invoke's own block comes after all of them.
+    """
     number = edit.rpartition("#")[2]
-    return int(number) if number.isdecimal() else 0
+    return math.inf if not edit else int(number) if number.isdecimal() else 0
 
 
 def one_or_all(values: list[Any]) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
-from types import FrameType, TracebackType
+import weakref
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nnsight_core.async_run import AsyncRun
+from nnsight_core.async_run import AsyncRun, Home
 from nnsight_core.backend import AsyncBackend, Backend, Invoke
 from nnsight_core.block_tracer import BARRIER
 from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, push
@@ -214,8 +214,8 @@ class Tracer(Captured):
         try:
             self._texts = self._model._read(invokes, self._backend, self._only_taps)
             if isinstance(self._backend, AsyncBackend):
-                home = partial(self._home, [])
                 frame = frames[0] if frames else None
+                home = _home_of(weakref.ref(self))
                 self.backend = AsyncRun(self._backend, invokes, home, frame, self._bar)
                 return None
             outcomes = [Outcome(index, invoke) for index, invoke in enumerate(invokes)]
@@ -227,45 +227,11 @@ class Tracer(Captured):
                         self._bar.take(event)
             except (ProtocolError, EngineDeadError) as error:
                 failure = error
-            return self._home(frames, outcomes, failure, None)
+            return _bring_home(self, frames, outcomes, failure, None)
         finally:
             self._forget()
             if self._bar is not None and not isinstance(self._backend, AsyncBackend):
                 self._bar.close()
-
-    def _home(
-        self,
-        frames: list[FrameType],
-        outcomes: list[Outcome],
-        failure: BaseException | None,
-        frame: FrameType | None,
-    ) -> Exception | None:
-        """Bind what has come home; gives the error to be raised after that.
-
-        Args:
-            frames: where each invoke was written, as far as that is held.
-            frame: where all were, if that is known otherwise.
-        """
-        for outcome in outcomes:
-            outcome.finished = True
-        invokes = [outcome.invoke for outcome in outcomes]
-        self.outputs = [o.output for o in outcomes]
-        shared = put_together(invokes, outcomes)
-        self.saves = {**by_name(invokes, outcomes), **shared}
-        self.value = one_or_all([o.value() for o in outcomes])
-        for name, value in self.saves.items():
-            for place, invoke in zip(frames or [frame] * len(invokes), invokes, strict=False):
-                if place is not None and may_save(invoke, name):
-                    push(place, {name: value})
-                    break
-        for outcome in outcomes:
-            outcome.show()
-        errors = [e for outcome in outcomes for e in outcome.errors]
-        if failure is not None:
-            if isinstance(failure, ProtocolError):
-                failure.arrived = dict(self.saves)
-            raise failure
-        return one_error(errors, len(invokes))
 
 
 class InvokeContext(Captured):
@@ -304,6 +270,53 @@ class InvokeContext(Captured):
         self._tracer._add(invoke, self._frame)
         self._frame = self._block = None
         return True
+
+
+def _bring_home(
+    trace: Any,
+    frames: list[FrameType],
+    outcomes: list[Outcome],
+    failure: BaseException | None,
+    frame: FrameType | None,
+) -> Exception | None:
+    """Bind what has come home; gives the error to be raised after that.
+
+    Args:
+        trace: gets the outputs, the saves and the value.
+        frames: where each invoke was written, as far as that is held.
+        frame: where all were, if that is known otherwise.
+    """
+    for outcome in outcomes:
+        outcome.finished = True
+    invokes = [outcome.invoke for outcome in outcomes]
+    trace.outputs = [o.output for o in outcomes]
+    shared = put_together(invokes, outcomes)
+    trace.saves = {**by_name(invokes, outcomes), **shared}
+    trace.value = one_or_all([o.value() for o in outcomes])
+    for name, value in trace.saves.items():
+        for place, invoke in zip(frames or [frame] * len(invokes), invokes, strict=False):
+            if place is not None and may_save(invoke, name):
+                push(place, {name: value})
+                break
+    for outcome in outcomes:
+        outcome.show()
+    errors = [e for outcome in outcomes for e in outcome.errors]
+    if failure is not None:
+        if isinstance(failure, ProtocolError):
+            failure.arrived = dict(trace.saves)
+        raise failure
+    return one_error(errors, len(invokes))
+
+
+def _home_of(trace: weakref.ref[Tracer]) -> Home:
+    """What brings a trace home that may be let go of, which ends its requests."""
+
+    def home(
+        outcomes: list[Outcome], failure: BaseException | None, frame: FrameType | None
+    ) -> Exception | None:
+        return _bring_home(trace() or SimpleNamespace(), [], outcomes, failure, frame)
+
+    return home
 
 
 def check_edits(names: Any) -> list[str] | None:

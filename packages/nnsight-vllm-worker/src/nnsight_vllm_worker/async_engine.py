@@ -144,6 +144,7 @@ class AsyncEngine:
         """
         run = _Run(self, requests, blobs)
         try:
+            run.begin()
             async for news in run.news():
                 yield news
         finally:
@@ -271,10 +272,18 @@ class _Run:
         self._digests = [digest for request in requests for digest in request.blobs]
         self._used = False
         self._waiting = _Waiting()
-        # From here on the requests have their edits, whatever is cleared before they run.
-        for request in requests:
-            engine.edits.begin(request)
-        self._requests = [_Running(engine, request, self._waiting) for request in requests]
+        self._given = requests
+        self._requests: list[_Running] = []
+
+    def begin(self) -> None:
+        """From here on the requests have their edits, whatever is cleared before they run.
+
+        Raises:
+            ValueError: an edit that one asks for has been cleared.
+        """
+        for request in self._given:
+            self._engine.edits.begin(request)
+            self._requests.append(_Running(self._engine, request, self._waiting))
 
     async def news(self) -> AsyncIterator[tuple[str, Frame | Output]]:
         await self._engine._undisturbed(self._use())

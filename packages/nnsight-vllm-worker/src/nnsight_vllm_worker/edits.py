@@ -32,7 +32,7 @@ class Installed:
         info: what is told of it.
         carried: its block.
         holds: what has to live as long as the edit does.
-        whole, writes, alone: as the workers said (`InstalledMessage`).
+        whole, writes: as the workers said (`InstalledMessage`).
         ours: how many requests of ours may still need it.
         foreign: the sequences of others that may.
     """
@@ -42,7 +42,6 @@ class Installed:
     holds: Any = None
     whole: bool = True
     writes: bool = True
-    alone: bool = False
     ours: int = 0
     foreign: set[str] = field(default_factory=set)
 
@@ -92,7 +91,7 @@ class Edits:
                 event = decode_event(refused, frame, 0, known)
                 assert isinstance(event, Finished) and event.error is not None
                 raise event.error
-            edit.whole, edit.writes, edit.alone = said.whole, said.writes, said.alone
+            edit.whole, edit.writes = said.whole, said.writes
             edit.info.way = said.way
         self._active.append(edit)
 
@@ -163,9 +162,12 @@ class Edits:
             own, key, said = EXTRA in extra, extra[KEY], {}
         elif self._active and EXTRA not in extra:
             edits = self.chosen(None, request)
-            own, key = False, FOREIGN + request
+            # Of each sequence, since nobody says how many there are.
+            own, key = False, FOREIGN + sequence
             said = {KEY: key, EDITS: [edit.id for edit in edits]}
             for edit in edits:
+                if len(edit.foreign) >= _MANY:
+                    edit.foreign.intersection_update(self._under_way())
                 edit.foreign.add(sequence)
                 edit.info.requests += 1
         else:
@@ -173,12 +175,10 @@ class Edits:
         if not edits and not own:
             return None
         whole = WHOLE in extra
-        salt = "".join(f" {edit.id}" for edit in edits if edit.writes)
-        if whole:
-            # What its block writes goes into keys and values that no other request may find.
-            salt += f" {key}"
-        alone = not own and all(edit.alone for edit in edits)
-        return Marks(said, whole or any(e.whole for e in edits), not alone, salt or None)
+        # What is written goes into keys and values that no other request may find.
+        writes = whole or any(edit.writes for edit in edits)
+        whole = whole or any(edit.whole for edit in edits)
+        return Marks(said, whole, recomputed=True, salt=f" {key}" if writes else None)
 
     def note(self, frame: Frame) -> None:
         """A frame has come; if it says that an edit's block has ended, that is counted."""
@@ -194,6 +194,10 @@ class Edits:
         gone = [e.id for e in self._active if e.info.until is not None and e.info.until <= now]
         if gone:
             self.clear(gone)
+
+
+_MANY = 1024
+"""Sequences of others after which those that have finished are forgotten."""
 
 
 def _place(key: str) -> float:

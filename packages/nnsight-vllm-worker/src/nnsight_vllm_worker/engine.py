@@ -226,7 +226,7 @@ class _Batch:
                 self._begin(request)
                 startup.add_request(self.engine.llm, key, request)
             except (ValueError, TypeError) as error:
-                del self.progress[key]
+                self.progress.pop(key, None)
                 yield key, error
             else:
                 self.pending.add(key)

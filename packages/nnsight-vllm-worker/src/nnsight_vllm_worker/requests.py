@@ -68,6 +68,7 @@ class Tracing:
         awaited: the blocks that have not said everything yet, by key, sequence and edit.
         written: what the taps write for each request.
         edits: the blocks that are installed, by id.
+        foreign: the keys of requests that came to the engine past us.
         record: finds out about the operations of a function inside a forward, when they are first
             asked for.
     """
@@ -89,6 +90,7 @@ class Tracing:
         self.awaited: dict[tuple[str, int, str], Traced] = {}
         self.written: dict[str, Table] = {}
         self.edits: dict[str, Known] = {}
+        self.foreign: set[str] = set()
         self.record: Callable[[str], None] = lambda path: None
         self._recorded: set[str] = set()
         self._watch = watch
@@ -136,6 +138,8 @@ class Tracing:
         several = extra.get(SEQUENCES, 1) > 1
         sequence = int(arrival.request.partition("_")[0]) if several else 0
         key, streams = extra.get(KEY, arrival.request), bool(extra.get(STREAMS))
+        if key.startswith(FOREIGN):
+            self.foreign.add(key)
         self.keeps.tick(extra.get(SENT, 0.0))
         ready: list[tuple[Traced, Known, Effects]] = []
         blocks = [*edits] if own is None else [*edits, ""]
@@ -164,8 +168,7 @@ class Tracing:
             self._lower(arrival.request, ready)
             for rank, (traced, _, _) in enumerate(ready):
                 traced.run.rank = rank
-            uncached = [t for t, _, _ in ready if arrival.cached and not t.alone]
-            for traced in uncached:
+            for traced, _, _ in ready if arrival.cached else ():
                 self.fail(traced, EngineError(_CACHED.format(arrival.cached)))
         self.send()
 
@@ -179,6 +182,7 @@ class Tracing:
 
     def forget(self, key: str) -> None:
         """Drop the blocks of a request that nobody waits for any more."""
+        self.foreign.discard(key)
         for place in [p for p in self.awaited if p[0] == key]:
             traced = self.awaited.pop(place)
             traced.sent = True
@@ -218,7 +222,13 @@ class Tracing:
             self.gone(traced.request)
         elif traced.lowered is not None and not traced.run.over:
             # What the taps write for the others stays.
-            self._write(traced.request, [t for t in left if t.lowered is not None])
+            others = [t for t in left if t.lowered is not None]
+            try:
+                self._write(traced.request, others)
+            except Full as error:
+                for other in others:
+                    other.lowered = None
+                    self.fail(other, error)
 
     def send(self) -> None:
         """Send what has ended, what is new, and of which runs the finished output is waited for."""
@@ -438,7 +448,6 @@ def installed_of(tracing: Tracing, known: Known, edit: str) -> InstalledMessage:
         key=edit,
         whole=known.block.whole and not lowered,
         writes=known.block.whole,
-        alone=lowered and found.alone,
         way=str(told),
     )
 

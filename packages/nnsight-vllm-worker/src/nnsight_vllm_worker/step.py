@@ -84,17 +84,17 @@ class Steps:
                 self.tracing.come(arrival)
 
     def _gone(self, request: str) -> None:
-        blocks = [t for t in self.tracing.requests.get(request, ()) if t.key.startswith(FOREIGN)]
-        if blocks:
+        foreign = FOREIGN + request in self.tracing.foreign
+        if foreign:
             # Nobody will say that it has finished, and with what.
             self.deferred.run()
-        for traced in blocks:
-            self.interleaver.finish(traced.run)
-            self.tracing.over(traced)
+            for traced in tuple(self.tracing.requests.get(request, ())):
+                self.interleaver.finish(traced.run)
+                self.tracing.over(traced)
         self.tracing.gone(request)
-        if blocks:
+        if foreign:
             self.tracing.send()
-            self.tracing.forget(blocks[0].key)
+            self.tracing.forget(FOREIGN + request)
 
     def _interrupted(self) -> None:
         """The pass before was left in the middle: its blocks will not see the rest of it."""

@@ -146,7 +146,7 @@ class Traced:
         draws = part.computed + part.tokens >= part.known
         live = 1 if step else part.tokens
         position = part.known - live if draws else part.computed
-        # What taps do alone looks at nothing, so that it need not be run whole, or at all.
+        # What taps do alone looks at nothing, so that its prompt may run in any pieces.
         if step == 0 and not self.run.started and not self.alone:
             self._piece(part, draws)
             return Entry(self, step, draws, live, position, self._pieces)

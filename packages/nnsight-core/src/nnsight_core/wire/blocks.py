@@ -153,9 +153,12 @@ def encode_saved(run: Run, told: Told, **about: Any) -> Frame:
     Args:
         **about: the other fields of the message.
     """
-    found, _ = run.saves.outcome(run.scope)
-    found.pop(VALUE, None)  # what a function gives back is there when it ends
-    news = told.news(found)
+    news = News({}, {}, [])
+    # A handle comes home once; so what is beside it comes with the end of the run, too.
+    if run.keeper is None or not run.keeper.made:
+        found, _ = run.saves.outcome(run.scope)
+        found.pop(VALUE, None)  # what a function gives back is there when it ends
+        news = told.news(found)
     encoder = Encoder()
     saves, more, _ = _encoded(news, encoder)
     message = SavedMessage(saves=saves, more=more, gone=news.gone, **about)

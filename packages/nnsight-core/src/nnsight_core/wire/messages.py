@@ -3,7 +3,8 @@
 A client sends one `TraceMessage` (invokes, and the blocks they run); back comes a stream of
 `PrintedMessage`, `EndedMessage` and `FinishedMessage` as things happen, and `DoneMessage` last, so
 that a stream that broke off is never taken for a whole one. Inside the engine, each request carries
-a `BlockMessage`.
+a `BlockMessage`, an edit that is installed is answered with an `InstalledMessage`, and where saves
+are streamed, `SavedMessage`s come before the `EndedMessage`.
 """
 
 from __future__ import annotations
@@ -204,7 +205,6 @@ class InstalledMessage(Message):
     Attributes:
         whole: whether prompts have to run in one piece for it.
         writes: whether it may change what is in the cache of keys and values.
-        alone: whether taps do all that it does, so that tokens which a cache holds need not run.
         way: how steps run for it, in words.
     """
 
@@ -212,7 +212,6 @@ class InstalledMessage(Message):
     key: str
     whole: bool = True
     writes: bool = True
-    alone: bool = False
     way: str = ""
     error: ErrorRecord | None = None
 
