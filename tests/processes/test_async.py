@@ -13,7 +13,7 @@ import torch
 
 import nnsight_core as core
 from nnsight_vllm_worker import VLLM
-from nnsight_vllm_worker.async_engine import AHEAD
+from nnsight_vllm_worker.async_requests import AHEAD
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -224,7 +224,7 @@ async def test_a_slow_reader_holds_up_its_own_request_alone(model: VLLM) -> None
     # What has waited for its reader is bounded.
     backend: Any = model._backend
     engine = backend.engine
-    [running] = [r for r in engine._running.values() if not r._progress.ended]
+    [running] = [r for r in engine.running.values() if not r._progress.ended]
     made = running._lengths[0]
     assert made < 4 * AHEAD
     await asyncio.sleep(0.3)

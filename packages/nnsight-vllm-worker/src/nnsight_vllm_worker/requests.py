@@ -17,10 +17,9 @@ from typing import Any
 from nnsight_core.code import compile_block
 from nnsight_core.effects import Effects
 from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
-from nnsight_core.explain import Explanation
 from nnsight_core.keeps import Keeper, Keeps
 from nnsight_core.locations import RESULT, STEP
-from nnsight_core.lowering import Lowered, NotLowered
+from nnsight_core.lowering import Lowered
 from nnsight_core.node import Root
 from nnsight_core.run import Run, current_run
 from nnsight_core.watch import Watch
@@ -30,7 +29,6 @@ from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import (
     EndedMessage,
-    InstalledMessage,
     PrintedMessage,
     WarningData,
 )
@@ -419,37 +417,6 @@ def handles_of(frame: Frame) -> list[str]:
     header = frame.header
     forms = tagged(*header["saves"].values(), *header.get("more", {}).values())
     return [form["id"] for form in forms if form["$"] == "kept"]
-
-
-def installed_of(tracing: Tracing, known: Known, edit: str) -> InstalledMessage:
-    """Install a block as an edit, and say what is known of it.
-
-    Raises:
-        LocationError: its text surely names a location that does not exist.
-    """
-    bare = Traced("", "", 0, edit, 1, Run(known.code, {}))
-    bare.run = known.run(bare, bare.blobs, Keeper(tracing.keeps, edit))
-    effects, wants = known.reach(bare.run)
-    effects.check(tracing.blocks.tree, known.code)
-    tracing.look_inside(known, effects)
-    found: Any = None
-    if effects.writes_forward and tracing.blocks.tree.taps:
-        found = known.lowered(bare.run, None)
-    lowered = isinstance(found, Lowered)
-    if lowered:
-        wants = known.wants_of_rest(found, bare.run)
-    tracing.edits[edit] = known
-    told = Explanation(
-        wants,
-        tuple(map(str, found.writes)) if lowered else (),
-        tuple(str(found).splitlines()) if isinstance(found, NotLowered) else (),
-    )
-    return InstalledMessage(
-        key=edit,
-        whole=known.block.whole and not lowered,
-        writes=known.block.whole,
-        way=str(told),
-    )
 
 
 _CACHED = "{} tokens of the prompt came from a cache, so the block cannot see it whole."

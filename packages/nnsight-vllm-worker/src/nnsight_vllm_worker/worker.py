@@ -21,9 +21,10 @@ from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import InstalledMessage
 from nnsight_vllm_worker.blobs import Store
 from nnsight_vllm_worker.channel import Sender
+from nnsight_vllm_worker.installing import installed_of
 from nnsight_vllm_worker.known import Known
 from nnsight_vllm_worker.record import Record, record
-from nnsight_vllm_worker.requests import Tracing, installed_of
+from nnsight_vllm_worker.requests import Tracing
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.settings import EXTENSION
 from nnsight_vllm_worker.step import Steps
