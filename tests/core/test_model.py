@@ -204,6 +204,8 @@ def test_what_is_not_there_yet_is_said_to_be_so() -> None:
         model.std
     with pytest.raises(NotSupportedError, match="TorchBackend has no edits"):
         model.edit()
+    with pytest.raises(NotSupportedError, match="TorchBackend has no edits"):
+        model.trace(X, edits=["steer"])
 
 
 def test_a_finished_trace_keeps_no_run_alive() -> None:

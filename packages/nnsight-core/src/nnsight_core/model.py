@@ -150,8 +150,8 @@ class Model(Root):
         backend = self._backend_for(where)
         if not isinstance(backend, EditBackend | AsyncBackend):
             raise NotSupportedError(
-                f"A {type(backend).__name__} has no edits: they are installed on an engine that "
-                "serves requests. Put the block into each trace."
+                f"A {type(backend).__name__} has no edits (yet): they are installed on an engine "
+                "of your own that serves requests. Put the block into each trace."
             )
         return backend
 
@@ -277,7 +277,7 @@ class Model(Root):
         self, backend: Any, prompts: Any, sampling: dict[str, Any], use_tqdm: bool | None
     ) -> Any:
         """Plain generation through a backend: invokes without blocks."""
-        edits = check_edits(sampling.pop("edits", None))
+        edits = check_edits(sampling.pop("edits", None), backend)
         tracer = Tracer(self, backend, NO_PROMPT, sampling)
         tracer._invokes = [Invoke(p, sampling, edits=edits) for p in prompts_of(prompts)]
         if use_tqdm is None:

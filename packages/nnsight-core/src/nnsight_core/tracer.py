@@ -8,7 +8,7 @@ from types import FrameType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_core.async_run import AsyncRun, Home
-from nnsight_core.backend import AsyncBackend, Backend, Invoke
+from nnsight_core.backend import AsyncBackend, Backend, EditBackend, Invoke
 from nnsight_core.block_tracer import BARRIER
 from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, push
 from nnsight_core.errors import (
@@ -84,7 +84,7 @@ class Tracer(Captured):
         super().__init__()
         self._model = model
         self._only_taps = only_taps
-        self._edits = check_edits(edits)
+        self._edits = check_edits(edits, backend)
         self._texts: list[Any] = []
         self._backend = backend
         self._prompt = prompt
@@ -128,7 +128,7 @@ class Tracer(Captured):
             raise LocationError("tracer.invoke belongs inside the body of its own trace.")
         if prompt is NO_PROMPT:
             raise ValueError("An invoke needs a prompt: `with tracer.invoke(prompt):`.")
-        chosen = self._edits if edits is None else check_edits(edits)
+        chosen = self._edits if edits is None else check_edits(edits, self._backend)
         return InvokeContext(self, prompt, merge(self._sampling, sampling), chosen)
 
     def barrier(self, *_: Any, **__: Any) -> NoReturn:
@@ -319,14 +319,17 @@ def _home_of(trace: weakref.ref[Tracer]) -> Home:
     return home
 
 
-def check_edits(names: Any) -> list[str] | None:
+def check_edits(names: Any, backend: Any) -> list[str] | None:
     """The names of edits that a request asks for.
 
     Raises:
         TypeError: they are no list of names.
+        NotSupportedError: there can be none on this backend.
     """
     if names is None:
         return None
+    if not isinstance(backend, EditBackend | AsyncBackend):
+        raise NotSupportedError(f"edits={names!r}: a {type(backend).__name__} has no edits (yet).")
     several = isinstance(names, list | tuple | set)
     if not several or not all(isinstance(name, str) for name in names):
         raise TypeError(f"edits={names!r}: it takes a list of edit names.")

@@ -158,7 +158,10 @@ class VLLM(Model):
         if backend is not self._backend or not isinstance(backend, LocalBackend):
             return super()._generate(backend, prompts, sampling, use_tqdm)
         named = normalise(sampling)
-        edits, lora = check_edits(named.pop("edits", None)), named.pop("lora_request", None)
+        edits, lora = (
+            check_edits(named.pop("edits", None), backend),
+            named.pop("lora_request", None),
+        )
         params = sampling_of(named)
         engine = self._dispatched()
         if engine.edits.chosen(edits):
