@@ -214,10 +214,10 @@ class Outcome:
 _MAY_BE_LATE = (LateResult, list, tuple, dict)
 
 
-def _copied(value: Any) -> Any:
-    """A value that does not grow when a saved list or dict does."""
+def _copied(value: Any, deep: int = 1) -> Any:
+    """A value that does not grow when a saved list or dict does, or those of several sequences."""
     if type(value) is list:
-        return [_copied(part) if type(part) in (list, dict) else part for part in value]
+        return [_copied(part, deep - 1) for part in value] if deep else list(value)
     return dict(value) if type(value) is dict else value
 
 
