@@ -39,15 +39,6 @@ def children() -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[None]:
-    """vLLM's default: the engine runs in processes of its own."""
-    before = os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    yield
-    if before is not None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
-
-
-@pytest.fixture(scope="module")
 def model(processes: None, gpt2_path: str) -> Iterator[VLLM]:
     with VLLM(gpt2_path, **SETTINGS) as model:
         yield model

@@ -28,15 +28,6 @@ def held(model: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[None]:
-    """Engines in processes of their own, which can end without harm to others."""
-    before = os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    yield
-    if before is not None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
-
-
-@pytest.fixture(scope="module")
 def small(processes: None, gpt2_path: str) -> Iterator[VLLM]:
     """An engine on which little may be kept."""
     limits = {"keep_bytes": 10_000, "keep_seconds": 3.0}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -95,16 +96,14 @@ class EditContext(Captured):
         self.edit = Edit(model, name)
 
     def install(self, function: Any) -> Edit:
-        """Install a function as the edit; gives the edit, or what is awaited for it."""
+        """Install a function as the edit."""
         self._spec.invoke.function = function
-        if isinstance(self._backend, AsyncBackend):
-            raise NotSupportedError(_AWAIT.format("async with model.edit() as (tracer, edit):"))
+        self._refuse_async()
         self._installed(self._backend.install(self._ready()))
         return self.edit
 
     def __enter__(self) -> tuple[EditContext, Edit]:
-        if isinstance(self._backend, AsyncBackend):
-            raise NotSupportedError(_AWAIT.format("async with model.edit() as (tracer, edit):"))
+        self._refuse_async()
         self._outside()
         self._enter(sys._getframe(1))
         return self, self.edit
@@ -117,14 +116,8 @@ class EditContext(Captured):
     ) -> bool:
         if not self._leave(kind):
             return False
-        try:
-            self._bind()
+        with self._over():
             self._installed(self._backend.install(self._ready()))
-        except BaseException as raised:
-            forget_skip(raised)
-            raise
-        finally:
-            self._frame = self._block = None
         return True
 
     def __aenter__(self) -> _Entering:
@@ -145,19 +138,26 @@ class EditContext(Captured):
     ) -> bool:
         if not self._leave(kind):
             return False
-        try:
-            self._bind()
+        with self._over():
             self._installed(await self._backend.install(self._ready()))
+        return True
+
+    @contextmanager
+    def _over(self) -> Iterator[None]:
+        """The body is over, and is installed within this."""
+        assert self._frame is not None and self._block is not None
+        try:
+            bind_target(self._frame, self._block.target, (self, self.edit))
+            yield
         except BaseException as raised:
             forget_skip(raised)
             raise
         finally:
             self._frame = self._block = None
-        return True
 
-    def _bind(self) -> None:
-        assert self._frame is not None and self._block is not None
-        bind_target(self._frame, self._block.target, (self, self.edit))
+    def _refuse_async(self) -> None:
+        if isinstance(self._backend, AsyncBackend):
+            raise NotSupportedError(_AWAIT.format("async with model.edit() as (tracer, edit):"))
 
     def _outside(self) -> None:
         if current_run() is not None:

@@ -148,10 +148,8 @@ class AsyncEngine:
     ) -> EditInfo:
         """Install an edit on every rank, or on none; see `SyncEngine.install`."""
         edit = self.edits.new(spec, carried, owner)
-        task = asyncio.ensure_future(self._install(edit, blobs))
-        # Else an edit whose installer was cancelled would be there, and nobody would know its name.
-        await self.undisturbed(_waited(task))
-        return task.result()
+        # Else an edit whose installer was cancelled might be on some of the ranks.
+        return await self.undisturbed(self._install(edit, blobs))
 
     async def _install(self, edit: Installed, blobs: dict[str, Buffer]) -> EditInfo:
         await self.use(edit.carried.blobs, blobs)
@@ -234,9 +232,9 @@ class AsyncEngine:
         except startup.dead_errors() as error:
             raise EngineDeadError(DEAD) from error
 
-    async def undisturbed(self, work: Coroutine[Any, Any, None]) -> None:
+    async def undisturbed(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Wait for some work, which goes on to its end even if who waits is cancelled."""
-        await asyncio.shield(self._apart_from(work))
+        return await asyncio.shield(self._apart_from(work))
 
     def _apart_from(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self.loop.create_task(work)
@@ -259,7 +257,3 @@ class AsyncEngine:
             leaving = self._ledger.release(digests, doubtful)
             if leaving:
                 await self.rpc("nnsight_drop", leaving)
-
-
-async def _waited(task: asyncio.Future[Any]) -> None:
-    await asyncio.wait([task])

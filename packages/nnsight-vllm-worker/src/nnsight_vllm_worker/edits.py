@@ -178,7 +178,7 @@ class Edits:
         # What is written goes into keys and values that no other request may find.
         writes = whole or any(edit.writes for edit in edits)
         whole = whole or any(edit.whole for edit in edits)
-        return Marks(said, whole, recomputed=True, salt=f" {key}" if writes else None)
+        return Marks(said, whole, f" {key}" if writes else None)
 
     def note(self, frame: Frame) -> None:
         """A frame has come; if it says that an edit's block has ended, that is counted."""

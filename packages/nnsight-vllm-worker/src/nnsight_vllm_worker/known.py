@@ -72,7 +72,7 @@ class Known:
             names = WATCHDOG.call(self._blocks.limit, self._decoded, blobs, keeper)
             if self._fixed:
                 self._names = names
-        run = run_with(self.block, self.code, dict(names), key, self._blocks.extra)
+        run = run_with(self.block, self.code, names, key, self._blocks.extra)
         run.limit, run.keeper = self._blocks.limit, keeper
         return run
 

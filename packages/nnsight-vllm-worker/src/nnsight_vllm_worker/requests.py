@@ -168,7 +168,6 @@ class Tracing:
                 traced.run.rank = rank
             for traced, _, _ in ready if arrival.cached else ():
                 self.fail(traced, EngineError(_CACHED.format(arrival.cached)))
-        self.send()
 
     def gone(self, request: str) -> None:
         """A request has left the engine; its blocks may still wait for the finished output."""
@@ -239,8 +238,7 @@ class Tracing:
         for traced in self.awaited.values():
             if traced.run.waits_for is RESULT and not traced.waits:
                 traced.waits = True
-                place = {"key": traced.key, "sequence": traced.sequence, "edit": traced.edit}
-                self._emit(EndedMessage(**place, waits=True).frame())
+                self._emit(EndedMessage(**traced.place, waits=True).frame())
 
     def _stream(self, traced: Traced) -> None:
         """Say what a block has saved since it was last said, and up to which step that is all."""
@@ -252,8 +250,7 @@ class Tracing:
         if steps == traced.said:
             return
         traced.said = steps
-        about = {"key": traced.key, "sequence": traced.sequence, "edit": traced.edit}
-        about |= {"made": traced.made, "steps": steps}
+        about = {**traced.place, "made": traced.made, "steps": steps}
         encoded = partial(encode_saved, run, traced.told, **about)
         try:
             self._emit(WATCHDOG.call(self.limit, encoded))
@@ -298,8 +295,7 @@ class Tracing:
 
     def printed(self, traced: Traced, text: str) -> None:
         """A block printed something."""
-        place = {"key": traced.key, "sequence": traced.sequence, "edit": traced.edit}
-        self._emit(PrintedMessage(**place, text=text).frame())
+        self._emit(PrintedMessage(**traced.place, text=text).frame())
 
     def close(self) -> None:
         """Let warnings of this process go where they went before."""

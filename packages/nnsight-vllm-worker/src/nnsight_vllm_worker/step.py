@@ -82,6 +82,8 @@ class Steps:
             if arrival.request not in self._here:
                 self._here.add(arrival.request)
                 self.tracing.come(arrival)
+        if new:
+            self.tracing.send()
 
     def _gone(self, request: str) -> None:
         foreign = FOREIGN + request in self.tracing.foreign

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nnsight_core.errors import EngineError
 from nnsight_core.interleaver import Observed
@@ -120,6 +120,11 @@ class Traced:
         self.told: Told | None = None
         self.said = 0
         self.ending: Ending
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What its messages say of whose they are."""
+        return {"key": self.key, "sequence": self.sequence, "edit": self.edit}
 
     @property
     def idle(self) -> bool:

@@ -21,18 +21,16 @@ from nnsight_vllm_worker.vllm_ports.scheduling import WHOLE
 
 
 class Marks(NamedTuple):
-    """What is said of a request before it is sent.
+    """What is said of a request before it is sent, of whose prompt none may come from the cache.
 
     Attributes:
         extra: entries for its `extra_args`.
         whole: whether its prompt has to run in one piece.
-        recomputed: whether none of its prompt may come from the prefix cache.
         salt: what its part of the prefix cache is kept apart by; None for everyone's.
     """
 
     extra: dict[str, Any]
     whole: bool
-    recomputed: bool
     salt: str | None
 
 
@@ -70,8 +68,7 @@ def _mark(request: Any, marks: Marks) -> None:
     params.extra_args = {**(params.extra_args or {}), **marks.extra}
     if marks.whole:
         params.extra_args[WHOLE] = True
-    if marks.recomputed:
-        params.skip_reading_prefix_cache = True
+    params.skip_reading_prefix_cache = True
     if marks.salt is not None:
         request.cache_salt = f"{request.cache_salt or ''}{marks.salt}"
 
