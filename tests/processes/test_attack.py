@@ -20,9 +20,8 @@ import torch
 
 from nnsight_core import EngineDeadError
 from nnsight_vllm_worker import VLLM
-from tests.processes.test_engine import PROMPT, SETTINGS, children, processes
+from tests.processes.test_engine import PROMPT, SETTINGS, children
 
-__all__ = ["processes"]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 MIB = 1 << 20
 

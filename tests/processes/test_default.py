@@ -10,9 +10,8 @@ import torch
 
 from nnsight_core import NotATapError
 from nnsight_vllm_worker import VLLM
-from tests.processes.test_engine import PROMPT, SETTINGS, children, processes
+from tests.processes.test_engine import PROMPT, SETTINGS, children
 
-__all__ = ["processes"]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 
 
