@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from nnsight_serve.refusals import Refused, answer
-from nnsight_serve.routes import open_routes, routes
+from nnsight_serve.routes import keyed_routes, open_routes
 from nnsight_serve.settings import Settings
 from nnsight_vllm_worker.async_engine import AsyncEngine
 
@@ -26,7 +26,14 @@ def create_app(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            engine = await AsyncEngine.start(settings.model, settings.engine, pickle=False)
+            engine = await AsyncEngine.start(
+                settings.model,
+                settings.engine,
+                pickle=False,
+                block_timeout=settings.block_timeout,
+                keep_bytes=settings.keep_bytes,
+                keep_seconds=settings.keep_seconds,
+            )
         except Exception as error:
             app.state.failure = error
             raise
@@ -40,6 +47,6 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.failure = None
     app.include_router(open_routes)
-    app.include_router(routes)
+    app.include_router(keyed_routes)
     app.add_exception_handler(Refused, answer)
     return app

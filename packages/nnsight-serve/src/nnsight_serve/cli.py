@@ -10,9 +10,18 @@ from typing import Any
 
 import uvicorn
 
+from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.wire.frames import VERSION
 from nnsight_serve.app import create_app
-from nnsight_serve.settings import API_KEY, MAX_BODY, Settings, key_of_environment
+from nnsight_serve.settings import (
+    API_KEY,
+    MAX_BODY,
+    MAX_SAVES,
+    Settings,
+    key_of_environment,
+    keys_of,
+)
+from nnsight_vllm_worker.engine import BLOCK_TIMEOUT
 from nnsight_vllm_worker.vllm_ports import arguments
 
 GRACE = 10
@@ -40,7 +49,7 @@ def serve(command: list[str]) -> int:
         return 0
     try:
         settings = _settings(command, ours)
-    except arguments.UsageError as error:
+    except (arguments.UsageError, ValueError) as error:
         print(f"nnsight-serve: {error}\n{ours.format_usage()}", end="", file=sys.stderr)
         return USAGE_ERROR
     taken = _why_taken(settings)
@@ -84,7 +93,7 @@ class _Server(uvicorn.Server):
 
 def _ready(settings: Settings, port: int) -> str:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    who = "whoever has the key" if settings.api_key else "whoever reaches this address"
+    who = "whoever has a key" if settings.api_keys else "whoever reaches this address"
     return (
         f"nnsight-serve: http://{host}:{port} serves {settings.model} (protocol {VERSION}; policy "
         f"trusted: blocks are code, and {who} can run any code here)"
@@ -98,8 +107,14 @@ def _settings(command: list[str], ours: argparse.ArgumentParser) -> Settings:
         engine={**engine, **({"taps": found.tap} if found.tap else {})},
         host=found.host,
         port=found.port,
-        api_key=found.api_key or key_of_environment(),
+        api_keys=keys_of(found.api_key or []) or key_of_environment(),
+        policy=found.policy,
         max_body=found.max_body,
+        max_saves=found.max_saves,
+        max_concurrent=found.max_concurrent,
+        block_timeout=found.block_timeout,
+        keep_bytes=found.keep_bytes,
+        keep_seconds=found.keep_seconds,
     )
 
 
@@ -114,7 +129,12 @@ def _parser() -> argparse.ArgumentParser:
     add("model", metavar="MODEL", help="the model's name or folder, as vLLM takes it")
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=int, default=6677, help="port to listen on; 0 for a free one (%(default)s)")
-    add("--api-key", metavar="KEY", help=f"key that clients must send (or set {API_KEY})")
+    add(
+        "--api-key",
+        metavar="[NAME:]KEY",
+        action="append",
+        help=f"key that clients must send; may be repeated (or set {API_KEY} to one)",
+    )
     add(
         "--tap",
         metavar="PATTERN",
@@ -127,6 +147,46 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=MAX_BODY,
         help="the largest request that is taken (%(default)s)",
+    )
+    add(
+        "--policy",
+        choices=("trusted", "restricted"),
+        default="trusted",
+        help="what blocks may do: anything, or what a list allows (%(default)s)",
+    )
+    add(
+        "--max-saves",
+        metavar="BYTES",
+        type=int,
+        default=MAX_SAVES,
+        help="the most that one request may bring home (%(default)s)",
+    )
+    add(
+        "--max-concurrent",
+        metavar="N",
+        type=int,
+        help="how many requests of one key may be in the engine at once (any number)",
+    )
+    add(
+        "--block-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=BLOCK_TIMEOUT,
+        help="how long a block may hold the engine before it gives control back (%(default)s)",
+    )
+    add(
+        "--keep-bytes",
+        metavar="BYTES",
+        type=int,
+        default=LIMIT,
+        help="how much memory kept values may take (%(default)s)",
+    )
+    add(
+        "--keep-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=SECONDS,
+        help="how long kept values stay (%(default)s)",
     )
     return parser
 

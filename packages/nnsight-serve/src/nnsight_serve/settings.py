@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from nnsight_core.keeps import LIMIT, SECONDS
+from nnsight_vllm_worker.engine import BLOCK_TIMEOUT
 
 API_KEY = "NNSIGHT_API_KEY"
 """Environment variable: the key, for those who want it on no command line."""
 MAX_BODY = 1 << 29
+MAX_SAVES = 1 << 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,21 +23,53 @@ class Settings:
         model: the model's name or folder, as vLLM takes it.
         engine: vLLM's engine arguments.
         host, port: where it listens; port 0 takes any that is free.
-        api_key: what clients must send; None lets everyone in.
+        api_keys: what clients must send, by the name of who has it; none lets everyone in.
+        policy: what blocks may do: `trusted` ones anything, `restricted` ones what a list allows.
         max_body: the most bytes that the body of a request may have, packed or unpacked.
+        max_saves: the most bytes that one request may bring home.
+        max_concurrent: how many requests of one key may be in the engine at once; None for any.
+        block_timeout: seconds that a block may hold the engine before it gives control back.
+        keep_bytes: how much memory the values may take that blocks keep on the engine.
+        keep_seconds: how long they stay.
 
     Example:
-        >>> Settings("openai-community/gpt2", {"max_model_len": 256}, api_key="secret")
+        >>> Settings("openai-community/gpt2", {"max_model_len": 256}, api_keys={"ann": "secret"})
     """
 
     model: str
     engine: dict[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 6677
-    api_key: str | None = field(default=None, repr=False)
+    api_keys: dict[str, str] = field(default_factory=dict, repr=False)
+    policy: Literal["trusted", "restricted"] = "trusted"
     max_body: int = MAX_BODY
+    max_saves: int = MAX_SAVES
+    max_concurrent: int | None = None
+    block_timeout: float | None = BLOCK_TIMEOUT
+    keep_bytes: int = LIMIT
+    keep_seconds: float = SECONDS
 
 
-def key_of_environment() -> str | None:
-    """The key that the environment holds, if it does."""
-    return os.environ.get(API_KEY) or None
+def keys_of(given: list[str]) -> dict[str, str]:
+    """Keys by the names of those who have them, from `NAME:KEY` or a `KEY` alone.
+
+    Raises:
+        ValueError: a name that stands twice, or a key that is empty.
+    """
+    keys: dict[str, str] = {}
+    for number, part in enumerate(given, 1):
+        name, colon, key = part.partition(":")
+        if not colon:
+            name, key = f"key{number}", part
+        if not name or not key:
+            raise ValueError("a key is given as NAME:KEY or KEY, and neither may be empty")
+        if name in keys:
+            raise ValueError(f"two keys have the name {name!r}")
+        keys[name] = key
+    return keys
+
+
+def key_of_environment() -> dict[str, str]:
+    """The key that the environment holds, if it does; all of it is the key."""
+    key = os.environ.get(API_KEY)
+    return {"default": key} if key else {}

@@ -1,0 +1,15 @@
+"""The routes. Each decodes, submits and answers; what it decides is decided elsewhere."""
+
+from fastapi import APIRouter, Depends
+
+from nnsight_serve.access import check_key
+from nnsight_serve.routes import health, model, trace
+
+open_routes = APIRouter()
+open_routes.include_router(health.routes)
+
+keyed_routes = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+for part in (model, trace):
+    keyed_routes.include_router(part.routes)
+
+__all__ = ["keyed_routes", "open_routes"]
