@@ -24,6 +24,7 @@ from nnsight_core.edits import Edit
 from nnsight_core.errors import (
     BlockError,
     BlockTimeout,
+    BusyError,
     CaptureError,
     EditErrorWarning,
     EncodeError,
@@ -59,6 +60,7 @@ __all__ = [
     "Backend",
     "BlockError",
     "BlockTimeout",
+    "BusyError",
     "Cache",
     "CaptureError",
     "CompletionOutput",
