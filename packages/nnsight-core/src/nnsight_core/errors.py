@@ -4,6 +4,7 @@
 NNsightError
 ├── CaptureError (SyntaxError)          the body of a `with` block cannot be had
 ├── EncodeError (TypeError)             a value that cannot be shipped
+│   └── SaveLimitError                  more is saved than a request may bring home
 ├── LocationError (AttributeError)      no such location, or not reachable from here
 │   ├── NotATapError                    not declared as a tap where only taps are allowed
 │   └── OutOfOrderError                 the forward pass has already gone past it
@@ -41,6 +42,10 @@ class CaptureError(NNsightError, SyntaxError):
 
 class EncodeError(NNsightError, TypeError):
     """A value cannot be shipped; the message names it and says what can be done."""
+
+
+class SaveLimitError(EncodeError):
+    """A block saves more than one request may bring home."""
 
 
 class LocationError(NNsightError, AttributeError):

@@ -37,6 +37,7 @@ class AsyncEngine:
         block_timeout: seconds that a block may run before it gives control back.
         keep_bytes: how much memory the values may take that blocks keep.
         keep_seconds: how long they stay.
+        max_saves: how many bytes the saves of one request may have; None for any.
 
     Attributes:
         llm: vLLM's own object.
@@ -66,11 +67,12 @@ class AsyncEngine:
         block_timeout: float | None = BLOCK_TIMEOUT,
         keep_bytes: int = LIMIT,
         keep_seconds: float = SECONDS,
+        max_saves: int | None = None,
     ) -> None:
         chosen = apply(arguments)
         self.loop = asyncio.get_running_loop()
         self._receiver = Receiver()
-        limits = (block_timeout, keep_bytes, keep_seconds)
+        limits = (block_timeout, keep_bytes, keep_seconds, max_saves)
         self._attaching = (self._receiver.address, pickle, *limits)
         self._keep_seconds = keep_seconds
         self.kept = KeptValues(self)
