@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,7 +16,8 @@ URL = "http://127.0.0.1:6677"
 
 
 def received(refused: Refused) -> httpx.Response:
-    sent = asyncio.run(answer(None, refused))  # type: ignore[arg-type]
+    state = SimpleNamespace(account=SimpleNamespace(failed=lambda *_: None))
+    sent = asyncio.run(answer(SimpleNamespace(state=state), refused))  # type: ignore[arg-type]
     return httpx.Response(sent.status_code, headers=dict(sent.headers), content=bytes(sent.body))
 
 

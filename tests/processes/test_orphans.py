@@ -90,6 +90,7 @@ def test_an_engine_that_hangs_ends_as_well(gpt2_path: str) -> None:
 
 def test_an_interrupt_is_the_holders_business_and_the_engine_goes_on(gpt2_path: str) -> None:
     with holding(gpt2_path, "main") as holder:
+        assert holder.ask() == "made 2"
         os.killpg(holder.process.pid, signal.SIGINT)
         assert holder.says() == "interrupted"
         assert holder.ask() == "made 2"

@@ -29,4 +29,4 @@ def check_key(request: Request, authorization: Annotated[str, Header()] = "") ->
     if scheme.lower() != "bearer" or not whose:
         seen = "The key is wrong" if authorization else "A key is needed"
         raise Refused(401, PolicyError(f"{seen}: this server takes `Authorization: Bearer KEY`."))
-    request.state.caller = whose[0]
+    request.state.caller = request.state.account.caller = whose[0]

@@ -8,11 +8,40 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from nnsight_core import errors
-from nnsight_core.errors import BusyError
+from nnsight_core.errors import BusyError, EngineDeadError
 from nnsight_core.wire.data import Encoder
 from nnsight_core.wire.errors import ErrorRecord, record_error
+
+
+class Told(BaseModel):
+    """What a refusal says.
+
+    Attributes:
+        type: the class of the error that a client raises.
+        message: its text.
+        record: the error itself, for a client of ours.
+        versions: of the protocol, if it was not understood.
+        limit: what was gone beyond.
+    """
+
+    type: str
+    message: str
+    record: ErrorRecord
+    versions: list[int] | None = None
+    limit: int | None = None
+
+
+class Refusal(BaseModel):
+    """The answer to a request that is refused."""
+
+    error: Told
+
+
+REFUSAL: dict[str, Any] = {"model": Refusal}
+"""A refusal, as the description of a route's answers has it."""
 
 
 class Refused(Exception):
@@ -31,10 +60,12 @@ class Refused(Exception):
         self.details = details
 
 
-async def answer(_: Request, refused: Exception) -> JSONResponse:
-    """The answer that a refused request gets."""
+async def answer(request: Request, refused: Exception) -> JSONResponse:
+    """The answer that a refused request gets, noted in its account."""
     assert isinstance(refused, Refused)
     record = record_of(refused.error)
+    dead = isinstance(refused.error, EngineDeadError)
+    request.state.account.failed(record.name, record.message, "engine" if dead else "refused")
     content = {
         "type": record.name,
         "message": record.message,

@@ -24,7 +24,7 @@ from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, DEAD, Output
 from nnsight_vllm_worker.requests import handles_of
 from nnsight_vllm_worker.settings import apply
 from nnsight_vllm_worker.submission import Carried, Request
-from nnsight_vllm_worker.vllm_ports import async_startup, incoming, startup
+from nnsight_vllm_worker.vllm_ports import async_startup, incoming, metrics, startup
 
 
 class AsyncEngine:
@@ -138,12 +138,19 @@ class AsyncEngine:
             EngineDeadError: the engine ended meanwhile.
         """
         run = Requests(self, requests, blobs)
+        answers = True
         try:
             run.begin()
             async for news in run.news():
                 yield news
+        except EngineDeadError:
+            # It may also hang, and then has nothing to say to what is left of the run.
+            answers = False
+            raise
         finally:
-            await self.undisturbed(run.clean())
+            cleaning = self._apart_from(run.clean())
+            if answers:
+                await asyncio.shield(cleaning)
 
     async def install(
         self, spec: EditSpec, carried: Carried, blobs: dict[str, Buffer], owner: str = ""
@@ -187,6 +194,16 @@ class AsyncEngine:
     async def counts(self) -> dict[str, int]:
         """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
         return (await self.rpc("nnsight_counts"))[0]
+
+    def cut(self, why: str) -> None:
+        """End every run that is under way; each raises `EngineDeadError`, and leaves nothing."""
+        first = {id(running.waiting): running for running in self.running.values()}
+        for running in first.values():
+            running.waiting.put(running.key, EngineDeadError(why))
+
+    def metrics(self) -> Any:
+        """vLLM's own, as a registry of Prometheus's client."""
+        return metrics.registry()
 
     async def close(self) -> None:
         """End the engine and its processes."""

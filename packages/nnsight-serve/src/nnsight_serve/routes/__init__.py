@@ -3,10 +3,11 @@
 from fastapi import APIRouter, Depends
 
 from nnsight_serve.access import check_key
-from nnsight_serve.routes import health, model, trace
+from nnsight_serve.routes import health, metrics, model, trace
 
 open_routes = APIRouter()
-open_routes.include_router(health.routes)
+for part in (health, metrics):
+    open_routes.include_router(part.routes)
 
 keyed_routes = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
 for part in (model, trace):

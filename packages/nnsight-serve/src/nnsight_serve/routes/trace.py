@@ -25,4 +25,6 @@ async def trace(request: Request, engine: Engine) -> FrameResponse:
         raise malformed(error) from None
     except TypeError as error:
         raise Refused(400, error) from None
-    return FrameResponse(frames_of(engine, asked))
+    account = request.state.account
+    account.take(len(asked.requests))
+    return FrameResponse(account.watch(frames_of(engine, asked)))

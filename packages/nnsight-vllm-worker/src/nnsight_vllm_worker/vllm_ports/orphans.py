@@ -10,7 +10,8 @@ of the group, and an engine that took it would end under requests that its holde
 
 Relies on (vLLM 0.26.0 and 0.27.1):
 - the processes of an engine are children of the one that builds it, or of each other, and inherit
-  its environment; the first is started in the thread that builds it.
+  its environment; the first is started in the thread that builds it, the others in the main
+  threads of their parents.
 - workers import the extension class, and the engine core makes its scheduler, in these processes.
 - `EngineCoreProc.run_engine_core` sets handlers of signals when it has made the engine core, and
   calls `run_busy_loop` of that next; workers set theirs before they take the first call, and take
@@ -81,6 +82,8 @@ def core_ignores_interrupts() -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     check_methods(EngineCoreProc, {"run_busy_loop": ()})
+    if _parent()[0] is None:
+        return
     plain = EngineCoreProc.run_busy_loop
 
     def run_busy_loop(self: Any) -> Any:
@@ -100,13 +103,13 @@ def _parent() -> tuple[int | None, bool]:
     """The parent of this process, and whether the kernel may be asked; None in the holder itself.
 
     The kernel's word for a parent is the thread that started the process, and only a main thread
-    ends no sooner than its process does.
+    ends no sooner than its process does. Engine cores start their workers in theirs.
     """
     holder, _, main = os.environ.get(HOLDER, "").partition(":")
     if not holder or int(holder) == os.getpid():
         return None, False
     parent = os.getppid()
-    return parent, main == "1" and parent == int(holder)
+    return parent, main == "1" or parent != int(holder)
 
 
 def _ask_kernel() -> None:
