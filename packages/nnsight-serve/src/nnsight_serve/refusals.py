@@ -42,6 +42,18 @@ class Refusal(BaseModel):
 
 REFUSAL: dict[str, Any] = {"model": Refusal}
 """A refusal, as the description of a route's answers has it."""
+_SAYS = {
+    400: "The body is not well formed, or asks for what cannot be meant.",
+    401: "The key is missing or wrong.",
+    413: "The body, or the number of its requests, is above a limit.",
+    429: "The key has as many requests in the engine as it may.",
+    503: "The engine has ended or has too much to do, or the server is shutting down.",
+}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The description of a route's refusals, by HTTP's numbers for them."""
+    return {status: {**REFUSAL, "description": _SAYS[status]} for status in statuses}
 
 
 class Refused(Exception):

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from nnsight_core.errors import BusyError, EngineDeadError
 from nnsight_serve.engine import Engine
 from nnsight_serve.pulse import WITHIN
-from nnsight_serve.refusals import REFUSAL, Refused
+from nnsight_serve.refusals import Refused, refusals
 
 routes = APIRouter()
 
@@ -19,13 +19,13 @@ class Well(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-@routes.get("/health", responses={503: {**REFUSAL, "description": "The engine has ended."}})
+@routes.get("/health", responses=refusals(503))
 async def health(_: Engine) -> Well:
     """Whether the server and its engine live; needs no key."""
     return Well()
 
 
-@routes.get("/ready", responses={503: {**REFUSAL, "description": "It would not serve now."}})
+@routes.get("/ready", responses=refusals(503))
 async def ready(request: Request, engine: Engine) -> Well:
     """Whether a request would be served now; needs no key.
 
