@@ -76,7 +76,17 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("NNSIGHT_API_KEY", "secret")
     settings = read("m")
     assert settings.api_keys == {"default": "secret"} and "secret" not in repr(settings)
-    assert read("m", "--api-key", "other").api_keys == {"key1": "other"}
+    assert read("m", "--api-key", "other==").api_keys == {"key1": "other=="}
+
+
+def test_keys_have_names():
+    keys = read(
+        "m", "--api-key", "ann:one", "--api-key", "ben:two:x", "--api-key", "three"
+    ).api_keys
+    assert keys == {"ann": "one", "ben": "two:x", "key3": "three"}
+    for wrong, says in (("ann:", "empty"), (":x", "empty"), ("", "empty"), ("ann:2", "'ann'")):
+        with pytest.raises(ValueError, match=says):
+            read("m", "--api-key", "ann:one", "--api-key", wrong)
 
 
 def test_keys_may_come_from_a_file(tmp_path):

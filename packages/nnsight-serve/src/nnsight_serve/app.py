@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from nnsight_serve.accounts import Accounts
+from nnsight_serve.handles import Handles
 from nnsight_serve.limits import Limits
 from nnsight_serve.metrics import EngineMetrics, Metrics
 from nnsight_serve.pulse import Pulse
 from nnsight_serve.refusals import Refused, answer
 from nnsight_serve.routes import keyed_routes, open_routes
 from nnsight_serve.settings import Settings
+from nnsight_serve.uploads import Uploads
 from nnsight_vllm_worker.async_engine import AsyncEngine
 
 
@@ -60,6 +62,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.limits = limits
     app.state.metrics = metrics
     app.add_middleware(Accounts, limits=limits, metrics=metrics)
+    app.state.uploads = Uploads(settings.max_uploads)
+    app.state.handles = Handles(settings.keep_seconds)
     app.include_router(open_routes)
     app.include_router(keyed_routes)
     app.add_exception_handler(Refused, answer)

@@ -25,6 +25,7 @@ class Told(BaseModel):
         record: the error itself, for a client of ours.
         versions: of the protocol, if it was not understood.
         limit: what was gone beyond.
+        missing: contents that are not here.
     """
 
     type: str
@@ -32,6 +33,7 @@ class Told(BaseModel):
     record: ErrorRecord
     versions: list[int] | None = None
     limit: int | None = None
+    missing: list[str] | None = None
 
 
 class Refusal(BaseModel):
@@ -45,6 +47,8 @@ REFUSAL: dict[str, Any] = {"model": Refusal}
 _SAYS = {
     400: "The body is not well formed, or asks for what cannot be meant.",
     401: "The key is missing or wrong.",
+    403: "What it asks for is another caller's.",
+    409: "Contents that it names are not here (any more); send them again.",
     413: "The body, or the number of its requests, is above a limit.",
     429: "The key has as many requests in the engine as it may.",
     503: "The engine has ended or has too much to do, or the server is shutting down.",

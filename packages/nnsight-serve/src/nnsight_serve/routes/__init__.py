@@ -4,7 +4,7 @@ from fastapi import APIRouter, Depends
 
 from nnsight_serve.access import check_key
 from nnsight_serve.refusals import refusals
-from nnsight_serve.routes import health, metrics, model, trace
+from nnsight_serve.routes import edits, health, kept, metrics, model, trace
 
 open_routes = APIRouter()
 for part in (health, metrics):
@@ -13,7 +13,7 @@ for part in (health, metrics):
 keyed_routes = APIRouter(
     prefix="/v1", dependencies=[Depends(check_key)], responses=refusals(401, 503)
 )
-for part in (model, trace):
+for part in (model, trace, edits, kept):
     keyed_routes.include_router(part.routes)
 
 __all__ = ["keyed_routes", "open_routes"]
