@@ -2,7 +2,7 @@
 
 import asyncio
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from nnsight_serve.body import ANSWERED, BODY, decoded, read_frame
 from nnsight_serve.engine import Engine
@@ -15,7 +15,7 @@ routes = APIRouter()
 
 @routes.post(
     "/trace",
-    response_class=FrameResponse,
+    response_class=Response,
     responses={200: ANSWERED, **refusals(400, 409, 413, 429)},
     openapi_extra={"requestBody": BODY},
 )
