@@ -83,8 +83,9 @@ class Account:
         Raises:
             Refused: they are too many.
         """
-        self._limits.take(self.caller, requests)
-        self.requests += requests
+        if requests:
+            self._limits.take(self.caller, requests)
+            self.requests += requests
 
     def close(self) -> None:
         """It is over."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
-
-import orjson
 
 if TYPE_CHECKING:
     from nnsight_serve.accounts import Account
@@ -67,14 +66,16 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             said["traceback"] = self.formatException(record.exc_info)
-        return orjson.dumps(said, default=str).decode()
+        return json.dumps(said, default=str)
 
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         about = getattr(record, "about", {})
         # A quoted value holds no line break, so that nothing a client sends makes a line.
-        parts = [f"{name}={_plain(value)}" for name, value in about.items() if value not in ("", 0)]
+        parts = [
+            f"{name}={_plain(value)}" for name, value in about.items() if value not in ("", 0, None)
+        ]
         line = " ".join([_time(record), record.levelname, record.getMessage(), *parts])
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
@@ -84,7 +85,7 @@ class _Text(logging.Formatter):
 def _plain(value: Any) -> str:
     text = str(value)
     plain = text.isascii() and text.isprintable() and " " not in text and '"' not in text
-    return text if plain else orjson.dumps(text).decode()
+    return text if plain else json.dumps(text)
 
 
 def _time(record: logging.LogRecord) -> str:
