@@ -9,8 +9,8 @@ Interrupts are the holder's business. Ctrl-C in a terminal, or in a notebook, go
 of the group, and an engine that took it would end under requests that its holder still wants.
 
 Relies on (vLLM 0.26.0 and 0.27.1):
-- the processes of an engine are children of the one that builds it, or of each other, and inherit
-  its environment; the first is started in the thread that builds it, the others in the main
+- the processes of an engine are started by `multiprocessing`, by the one that builds it or by each
+  other, and inherit its environment; the first is started in the thread that builds it, the others in the main
   threads of their parents.
 - workers import the extension class, and the engine core makes its scheduler, in these processes.
 - `EngineCoreProc.run_engine_core` sets handlers of signals when it has made the engine core, and
@@ -21,6 +21,7 @@ Relies on (vLLM 0.26.0 and 0.27.1):
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import select
 import signal
@@ -108,7 +109,9 @@ def _parent() -> tuple[int | None, bool]:
     holder, _, main = os.environ.get(HOLDER, "").partition(":")
     if not holder or int(holder) == os.getpid():
         return None, False
-    parent = os.getppid()
+    started_by = multiprocessing.parent_process()
+    # Who has adopted this process meanwhile is not its parent.
+    parent = os.getppid() if started_by is None or started_by.pid is None else started_by.pid
     return parent, main == "1" or parent != int(holder)
 
 
