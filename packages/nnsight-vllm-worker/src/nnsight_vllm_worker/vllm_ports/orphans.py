@@ -10,8 +10,8 @@ of the group, and an engine that took it would end under requests that its holde
 
 Relies on (vLLM 0.26.0 and 0.27.1):
 - the processes of an engine are started by `multiprocessing`, by the one that builds it or by each
-  other, and inherit its environment; the first is started in the thread that builds it, the others in the main
-  threads of their parents.
+  other, and inherit its environment; the first is started in the thread that builds it, the
+  others in the main threads of their parents.
 - workers import the extension class, and the engine core makes its scheduler, in these processes.
 - `EngineCoreProc.run_engine_core` sets handlers of signals when it has made the engine core, and
   calls `run_busy_loop` of that next; workers set theirs before they take the first call, and take
