@@ -131,3 +131,4 @@ def test_who_is_told_while_it_loads_ends_at_once(
         process.send_signal(number)
         assert process.wait(60) == 0, log.read_text()
         assert not psutil.wait_procs(below, 10)[1]
+        assert "Traceback" not in log.read_text()

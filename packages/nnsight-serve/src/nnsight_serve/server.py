@@ -8,6 +8,7 @@ it ends at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -60,6 +61,8 @@ class Server(uvicorn.Server):
         if not self.started:
             # Building an engine holds the loop for as long as it takes, so it is left from here.
             self.stopped = True
+            # Where it was left is nothing that went wrong.
+            logging.getLogger("uvicorn.error").disabled = True
             raise SystemExit(0)
         if self.should_exit:
             self._at_once = True
