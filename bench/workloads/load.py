@@ -111,7 +111,7 @@ async def fails(model: VLLM, rng: random.Random) -> None:
 
 async def generates(model: VLLM, rng: random.Random) -> None:
     """Plain generations."""
-    outputs = await model.generate(rng.sample(PROMPTS, 2), max_tokens=16)
+    outputs = await model.generate(rng.sample(PROMPTS, 2), max_tokens=16, use_tqdm=False)
     assert len(outputs) == 2
 
 
@@ -121,7 +121,7 @@ async def edits(model: VLLM, rng: random.Random) -> None:
     async with model.edit(name) as (_, edit):
         norm = model.transformer.h[4].output[-1].norm().save()  # noqa: F841 - comes with outputs
     try:
-        [output] = await model.generate(PROMPTS[:1], max_tokens=4, edits=[name])
+        [output] = await model.generate(PROMPTS[:1], max_tokens=4, edits=[name], use_tqdm=False)
         assert "norm" in output.saves
     finally:
         await edit.aclear()
