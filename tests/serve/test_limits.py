@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
@@ -170,6 +171,27 @@ def test_sequences_of_a_request_share_what_it_may_bring_home(limited, gpt2_path,
     except* SaveLimitError as group:
         caught += group.exceptions
     assert bool(caught) is not fits
+
+
+def test_what_is_streamed_ends_where_it_is_too_much(limited, gpt2_path):
+    came: list[Any] = []
+
+    async def watch() -> None:
+        model = VLLM(gpt2_path, serve=limited.url, api_key="key of ann", mode="async")
+        with model.trace(PROMPT, max_tokens=240, ignore_eos=True) as tracer:
+            hidden = [].save()
+            for _ in tracer.all():
+                hidden.append(model.transformer.h[3].output[-1])
+        try:
+            async for output in tracer.backend:
+                came.extend(output.new_saves.get("hidden", ()))
+        finally:
+            await model.aclose()
+
+    with pytest.raises(SaveLimitError, match="hidden.*does not fit"):
+        asyncio.run(watch())
+    size = 96 * 4
+    assert MAX_SAVES // size // 2 < len(came) <= MAX_SAVES // size
 
 
 def test_a_block_that_holds_the_engine_ends_and_the_others_go_on(limited, gpt2_path):
