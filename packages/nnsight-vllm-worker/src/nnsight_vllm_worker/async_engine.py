@@ -110,6 +110,7 @@ class AsyncEngine:
         try:
             with startup.root_cause():
                 trees = await self.rpc("nnsight_attach", *self._attaching)
+                await async_startup.ask_once(self.llm)
         except BaseException:
             self._closed = True
             self._receiver.close()
