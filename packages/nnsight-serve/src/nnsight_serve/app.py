@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from nnsight_serve.openai import check_arguments, openai_app
 from nnsight_serve.refusals import Refused, answer
 from nnsight_serve.routes import keyed_routes, open_routes
 from nnsight_serve.settings import Settings
@@ -26,6 +27,7 @@ def create_app(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
+            check_arguments(settings)
             engine = await AsyncEngine.start(
                 settings.model,
                 settings.engine,
@@ -39,6 +41,7 @@ def create_app(settings: Settings) -> FastAPI:
             raise
         app.state.engine = engine
         try:
+            app.state.openai = await openai_app(engine, settings)
             yield
         finally:
             await engine.close()
