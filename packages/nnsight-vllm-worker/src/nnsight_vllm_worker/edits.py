@@ -69,6 +69,11 @@ class Edits:
         self._leaving: list[Installed] = []
         self._asked: WeakValueDictionary[str, Asked] = WeakValueDictionary()
 
+    @property
+    def under_way(self) -> int:
+        """How many sequences have not finished."""
+        return len(self._under_way())
+
     def new(self, spec: EditSpec, carried: Carried, owner: str = "") -> Installed:
         """An edit that is to be installed; it takes part in nothing until it is added."""
         now = time.time()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -67,7 +68,7 @@ def arguments_of(model: str, engine: dict[str, Any], given: dict[str, Any]) -> a
     Raises:
         ValueError: an argument that is none of the routes', or that vLLM refuses.
     """
-    from vllm.entrypoints.openai import api_server, cli_args
+    from vllm.entrypoints.openai import cli_args
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -87,7 +88,7 @@ def arguments_of(model: str, engine: dict[str, Any], given: dict[str, Any]) -> a
         if found.reasoning_parser_plugin:
             ReasoningParserManager.import_reasoning_parser(found.reasoning_parser_plugin)
         cli_args.validate_parsed_serve_args(found)
-        api_server.validate_api_server_args(found)
+        _api_server().validate_api_server_args(found)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"vLLM refuses its arguments: {error.args[0]}") from None
     return found
@@ -129,8 +130,7 @@ async def start(
     Raises:
         EngineError: this vLLM lacks what the port relies on.
     """
-    from vllm.entrypoints.openai import api_server
-
+    api_server = _api_server()
     needed = ("engine_client", "state", "args", "supported_tasks")
     check_methods(api_server, {"init_app_state": needed})
     # With the parser of reasoning, which the engine's own arguments have put there.
@@ -141,6 +141,16 @@ async def start(
         handler = getattr(state, name)
         check_methods(handler, {method: ("request", "raw_request"), "create_error_response": ()})
         setattr(handler, method, _with_edits(handler, getattr(handler, method), ask))
+
+
+def _api_server() -> Any:
+    """vLLM's server; what it imports would quieten everybody's log."""
+    levels = [(each, each.level) for each in (logging.root, *logging.root.handlers)]
+    from vllm.entrypoints.openai import api_server
+
+    for each, level in levels:
+        each.setLevel(level)
+    return api_server
 
 
 def _with_edits(
@@ -178,9 +188,8 @@ def _own_arguments(request: Any) -> dict[str, Any]:
     given = request.vllm_xargs or {}
     for name in given:
         if name.startswith(OURS):
-            raise ValueError(
-                f"vllm_xargs[{name!r}]: entries that begin with {OURS!r} are not yours."
-            )
+            said = f"vllm_xargs[{name!r}]: what begins with {OURS!r} is the server's own."
+            raise ValueError(said)
     return given
 
 
