@@ -58,7 +58,7 @@ async function start() {
 async function look() {
   if (!document.hidden) {
     try {
-      const [load, edits] = await Promise.all([ask("v1/load"), ask("v1/edits")]);
+      const [load, { edits }] = await Promise.all([ask("v1/load"), ask("v1/edits")]);
       showLoad(load);
       showEdits(edits);
       state("Serving", "well");

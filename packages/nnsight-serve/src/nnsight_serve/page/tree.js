@@ -30,7 +30,9 @@ function shapeOf({ at, dtype, shape }) {
 }
 
 function locationRow({ place, tap, tensors, cls }, label, shown) {
-  const button = make("button", { type: "button", class: "place", "aria-label": `Copy ${place}` }, label);
+  const button = make("button", { type: "button", class: "place", "aria-label": `Copy ${place}` });
+  // On a narrow screen it breaks before a dot, if it must.
+  label.split(/(?=\.)/).forEach((part, index) => button.append(...(index ? [make("wbr"), part] : [part])));
   button.addEventListener("click", () => copy(place));
   const row = make("div", { class: "row" }, button);
   if (tap) row.append(make("span", { class: "tap", title: "Reached in compiled steps" }, "tap"));
@@ -75,7 +77,7 @@ export function drawTree(list, tree, locations) {
   function fillModule(into, path) {
     const info = tree.modules[path];
     for (const each of byPath.get(path) ?? []) into.append(locationRow(each, `.${each.side}`));
-    const operations = info.operations ?? [];
+    const operations = info.output ? (info.operations ?? []) : [];
     if (operations.length && path !== "") {
       into.append(folded(".source", `${operations.length} operations inside its forward`, (list) => {
         for (const name of operations) {
