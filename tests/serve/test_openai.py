@@ -46,6 +46,25 @@ def ours(spoken: Server, gpt2_path: str) -> Iterator[VLLM]:
 LONG = {"ignore_eos": True}
 
 
+@pytest.fixture(autouse=True)
+def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test, nothing is left in the engine."""
+    yield
+    if "ours" in request.fixturenames:
+        request.getfixturevalue("ours").clear_edits()
+        server = request.getfixturevalue("spoken")
+        assert server.empty() and loaded(server)["edits"] == 0
+
+
+def loaded(server: Server) -> dict[str, int]:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.get(f"{server.url}/v1/load", headers=headers).raise_for_status().json()
+
+
+def text_of(made: Any) -> str:
+    return made.choices[0].text
+
+
 def complete(client: openai.OpenAI, prompt: Any = PROMPT, **options: Any) -> Any:
     given = {**GREEDY, "extra_body": LONG, **options}
     return client.completions.create(model=NAME, prompt=prompt, **given)
@@ -166,6 +185,95 @@ def test_no_more_of_vllms_server_is_there(spoken):
     headers = {"Authorization": f"Bearer {KEY}"}
     for path in ("/v1/responses", "/v1/chat/completions/batch", "/tokenize", "/v1/messages"):
         assert httpx.post(spoken.url + path, json={}, headers=headers).status_code == 404
+
+
+def steer(model: VLLM, name: str | None = "steer") -> Any:
+    with model.edit(name) as (tracer, edit):
+        for _ in tracer.all():
+            model.transformer.h[3].output[:] *= -2.0
+    return edit
+
+
+def choosing(edits: list[str]) -> dict[str, Any]:
+    return {"extra_body": {"edits": edits, **LONG}}
+
+
+def test_an_edit_belongs_to_every_request_and_names_choose(client, ours):
+    plain = text_of(complete(client))
+    edit = steer(ours)
+    steered = complete(client)
+    [output] = ours.generate(PROMPT, **GREEDY, **LONG)
+    assert text_of(steered) == output.outputs[0].text != plain
+    assert steered.model_extra["nnsight"] == {"edits": [edit.id], "errors": []}
+    assert text_of(complete(client, **choosing(["steer"]))) == text_of(steered)
+    without = complete(client, **choosing([]))
+    assert text_of(without) == plain and "nnsight" not in without.model_extra
+    steer(ours, None)
+    assert text_of(complete(client, **choosing([]))) == text_of(steered)
+    with pytest.raises(openai.BadRequestError, match="no edit 'other' is installed; there: 'st"):
+        complete(client, **choosing(["other"]))
+
+
+def test_chats_have_edits_as_well(client, ours):
+    steer(ours)
+    for edits in (["steer"], []):
+        made = chat(client, **choosing(edits)).choices[0].message.content
+        assert made == text_of(complete(client, **choosing(edits)))
+
+
+def test_what_edits_raise_is_told_and_logged_and_the_request_goes_on(client, ours, spoken):
+    plain = text_of(complete(client))
+    with ours.edit("broken") as (tracer, edit):
+        raise ValueError("here")
+    made = complete(client, [PROMPT, "Hello"], n=2, temperature=1.0)
+    assert len(made.choices) == 4
+    error = {"edit": edit.id, "name": "broken", "type": "ValueError", "message": "here"}
+    assert made.model_extra["nnsight"] == {"edits": [edit.id], "errors": [error]}
+    assert (
+        f"The edit {edit.id} has failed once, last with ValueError: here" in spoken.log.read_text()
+    )
+    assert text_of(complete(client)) == plain
+    [info] = ours.edits
+    assert info.errors == info.requests == 5
+
+
+def test_a_stream_says_it_at_the_end_to_who_names_edits(client, ours):
+    edit = steer(ours)
+    whole = text_of(complete(client))
+    *parts, last = complete(client, stream=True, **choosing(["steer"]))
+    assert "".join(part.choices[0].text for part in parts) == whole
+    assert last.choices == [] and (last.id, last.model) == (parts[0].id, NAME)
+    assert last.model_extra["nnsight"] == {"edits": [edit.id], "errors": []}
+    others = list(complete(client, stream=True))
+    assert "".join(part.choices[0].text for part in others) == whole
+    *parts, last = chat(client, stream=True, **choosing(["steer"]))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
+    assert last.object == parts[0].object and last.model_extra["nnsight"]["edits"] == [edit.id]
+
+
+def test_a_request_keeps_the_edits_that_it_began_with(client, ours):
+    edit = steer(ours)
+    whole = text_of(complete(client, max_tokens=100))
+    with complete(client, max_tokens=100, stream=True) as stream:
+        parts = iter(stream)
+        text = next(parts).choices[0].text
+        edit.clear()
+        assert text + "".join(part.choices[0].text for part in parts) == whole
+    assert text_of(complete(client, max_tokens=100)) != whole
+
+
+def test_an_edit_that_waits_for_the_output_does_not_hold_the_answer(client, ours):
+    with ours.edit("late") as (tracer, edit):
+        text = tracer.result.outputs[0].text.save()
+    assert complete(client).model_extra["nnsight"] == {"edits": [edit.id], "errors": []}
+
+
+def test_a_client_that_leaves_takes_its_request_along(client, ours, spoken):
+    steer(ours)
+    with complete(client, max_tokens=240, stream=True) as stream:
+        next(iter(stream))
+        assert loaded(spoken)["requests"] == 1 == spoken.live()
+    assert spoken.empty(within=2) and loaded(spoken)["requests"] == 0
 
 
 def read(*command: str) -> Any:
