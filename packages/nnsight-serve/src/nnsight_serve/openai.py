@@ -5,6 +5,7 @@ They are apart, since they answer with errors of another shape and read a state 
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Response
@@ -15,16 +16,16 @@ from nnsight_vllm_worker.async_engine import AsyncEngine
 from nnsight_vllm_worker.vllm_ports import openai
 
 
-def check_arguments(settings: Settings) -> None:
-    """Refuse arguments of the routes before an engine is built for them.
+def arguments_of(settings: Settings) -> Namespace:
+    """The routes' arguments, judged before an engine is built for them.
 
     Raises:
         ValueError: an unknown argument, or one that vLLM refuses.
     """
-    openai.arguments_of(settings.model, settings.engine, settings.openai)
+    return openai.arguments_of(settings.model, settings.engine, settings.openai)
 
 
-async def openai_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
+async def openai_app(engine: AsyncEngine, arguments: Namespace) -> FastAPI:
     """The app; whoever calls it has checked the key.
 
     Raises:
@@ -35,7 +36,6 @@ async def openai_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         app.include_router(router)
     for kind, handler in openai.error_handlers().items():
         app.add_exception_handler(kind, handler)
-    arguments = openai.arguments_of(settings.model, settings.engine, settings.openai)
     await openai.start(app.state, engine.llm, arguments, engine.edits.ask)
     return app
 
@@ -64,4 +64,4 @@ class Passed(Response):
                 raise HTTPException(413, f"The request is larger than {self._limit} bytes.")
             return message
 
-        await self._app(scope, limited, send)
+        await self._app(dict(scope), limited, send)
