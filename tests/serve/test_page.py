@@ -31,7 +31,8 @@ def page(tab: Tab, server: Server) -> Iterator[Tab]:
     """The page of a server that wants no key; whatever is done with it, it stays clean."""
     tab.errors.clear()
     tab.requests.clear()
-    tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite"], origin=server.url)
+    permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+    tab.call("Browser.grantPermissions", permissions=permissions, origin=server.url)
     tab.go(server.url)
     tab.until("document.querySelector('#state.well')")
     yield tab
@@ -86,9 +87,14 @@ def test_search_finds_and_a_location_is_copied(page):
 
 
 def test_what_is_copied_where_the_clipboard_is_kept_from_the_page(page):
+    page.run("window.clipboard = navigator.clipboard, 0")
     page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
-    page.run("document.querySelector('#tree .place').click()")
-    page.until("document.getElementById('said').textContent === 'Copied model.output'")
+    page.run("document.querySelector('.copy').click()")
+    page.until("document.getElementById('said').textContent")
+    said = page.run("document.getElementById('said').textContent")
+    assert said == "Copied from nnsight_client import VLLM"
+    copied = page.run("window.clipboard.readText()")
+    assert copied == page.run("document.getElementById('trace').textContent")
 
 
 @pytest.mark.parametrize("width", [390, 1200])

@@ -25,7 +25,7 @@ export async function copy(text) {
 // Over plain HTTP, browsers keep the clipboard from pages that are not on this machine.
 function copyAside(text) {
   const focused = document.activeElement;
-  const area = make("textarea", { readonly: "", "aria-hidden": "true", class: "hidden" });
+  const area = make("textarea", { readonly: "", "aria-hidden": "true", class: "aside" });
   area.value = text;
   document.body.append(area);
   area.select();

@@ -162,8 +162,9 @@ function snippets(tree, locations) {
   const keyed = sessionStorage.getItem(KEY) !== null;
   const places = locations.filter((each) => each.side === "output" && each.tensors.length);
   const taps = places.filter((each) => each.tap);
-  const [some, last] = taps.length ? [taps, taps.at(-1)] : [places, places.at(-1)];
-  const middle = some[Math.floor((some.length - 1) / 2)] ?? last;
+  const layers = places.filter((each) => /(^|\.)\d+$/.test(each.path));
+  const some = [taps, layers, places].find((each) => each.length) ?? [];
+  const middle = some[Math.floor((some.length - 1) / 2)];
   code("trace", `from nnsight_client import VLLM
 
 model = VLLM(${text(tree.model)}, serve=${text(address)}${keyed ? ", api_key=KEY" : ""})
