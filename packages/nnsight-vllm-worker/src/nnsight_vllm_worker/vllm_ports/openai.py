@@ -107,14 +107,16 @@ def error_handlers() -> dict[type[Exception], Any]:
     """What answers to errors, as an app takes it; that a request is invalid is among them."""
     from vllm.entrypoints.serve.utils import server_utils as utils
 
-    kinds = ("HTTPException", "RequestValidationError")
-    handlers = ("http_exception_handler", "validation_exception_handler", "exception_handler")
-    check_attributes(utils, (*kinds, *handlers))
+    of_web = {
+        "HTTPException": "http_exception_handler",
+        "RequestValidationError": "validation_exception_handler",
+    }
+    check_attributes(utils, (*of_web, *of_web.values(), "exception_handler"))
     plain = (ValueError, TypeError, OverflowError, NotImplementedError, Exception)
     return {
         # The one that vLLM has for an engine that has ended would end the server, too.
         **dict.fromkeys((*_errors(), *plain), utils.exception_handler),
-        **{getattr(utils, k): getattr(utils, h) for k, h in zip(kinds, handlers, strict=False)},
+        **{getattr(utils, kind): getattr(utils, handler) for kind, handler in of_web.items()},
     }
 
 
