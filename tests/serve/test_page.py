@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -191,3 +193,17 @@ def test_a_key_is_asked_for_and_a_wrong_one_is_one_sentence(tab, keyed_server):
     # And is asked for again once the server does not know it any more.
     tab.run("sessionStorage.setItem('nnsight-key', 'other')")
     tab.until("document.getElementById('door').checkVisibility()")
+
+
+def test_a_server_that_is_gone_is_said(tab, keyed_server):
+    tab.go(keyed_server.url)
+    tab.until("document.getElementById('door')?.checkVisibility()")
+    tab.write("key", KEY)
+    tab.press("Enter")
+    tab.until("document.querySelector('#state.well')")
+    (engine,) = (p for p in keyed_server.processes() if "EngineCore" in "".join(p.cmdline()))
+    os.kill(engine.pid, signal.SIGKILL)
+    tab.until("document.querySelector('#state.gone')?.textContent.includes('must be restarted')")
+    keyed_server.process.kill()
+    keyed_server.process.wait(30)
+    tab.until("document.querySelector('#state.gone')?.textContent.includes('does not answer')")

@@ -6,6 +6,7 @@ const EVERY = 4000; // milliseconds between looks at load and edits
 const KEY = "nnsight-key";
 
 class Refused extends Error {}
+class Failed extends Error {}
 
 async function ask(path) {
   const key = sessionStorage.getItem(KEY);
@@ -17,13 +18,20 @@ async function ask(path) {
   }
   const answer = await fetch(path, { headers, cache: "no-store" });
   if (answer.status === 401) throw new Refused();
-  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  if (!answer.ok) {
+    const said = await answer.json().catch(() => ({}));
+    throw new Failed(said.error?.message ?? `The server answers ${path} with ${answer.status}.`);
+  }
   return answer.json();
 }
 
 function state(text, kind = "") {
   at("state").textContent = text;
   at("state").className = `state ${kind}`;
+}
+
+function fail(error) {
+  state(error instanceof Failed ? error.message : "The server does not answer.", "gone");
 }
 
 function shut() {
@@ -47,7 +55,7 @@ async function start() {
     show(await ask("v1/model"));
   } catch (error) {
     if (error instanceof Refused) return shut();
-    state("The server does not answer", "gone");
+    fail(error);
     return setTimeout(start, EVERY);
   }
   at("door").hidden = true;
@@ -64,7 +72,7 @@ async function look() {
       state("Serving", "well");
     } catch (error) {
       if (error instanceof Refused) return shut();
-      state("The server does not answer", "gone");
+      fail(error);
     }
   }
   setTimeout(look, EVERY);
