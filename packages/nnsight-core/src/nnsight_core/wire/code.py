@@ -484,9 +484,9 @@ def _around(code: CodeType, name: str) -> tuple[list[str], int] | None:
     lines = linecache.getlines(code.co_filename)
     line = code.co_firstlineno
     found: ast.ClassDef | None = None
-    for node in ast.walk(ast.parse("".join(lines))):
-        named = isinstance(node, ast.ClassDef) and node.name == name
-        if named and node.lineno <= line <= (node.end_lineno or 0):
+    classes = [n for n in ast.walk(ast.parse("".join(lines))) if isinstance(n, ast.ClassDef)]
+    for node in classes:
+        if node.name == name and node.lineno <= line <= (node.end_lineno or 0):
             found = node  # what is walked to later lies deeper
     if found is None:
         return None
