@@ -11,6 +11,7 @@ from nnsight_serve.accounts import Accounts
 from nnsight_serve.handles import Handles
 from nnsight_serve.limits import Limits
 from nnsight_serve.metrics import EngineMetrics, Metrics
+from nnsight_serve.openai import arguments_of, openai_app
 from nnsight_serve.pulse import Pulse
 from nnsight_serve.refusals import Refused, answer
 from nnsight_serve.routes import keyed_routes, open_routes
@@ -35,6 +36,7 @@ def create_app(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
+            arguments = arguments_of(settings)
             engine = await AsyncEngine.start(
                 settings.model,
                 settings.engine,
@@ -51,6 +53,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.pulse = Pulse(engine)
         metrics.registry.register(EngineMetrics(engine, app.state.pulse, limits))
         try:
+            app.state.openai = await openai_app(engine, arguments)
             yield
         finally:
             app.state.pulse.stop()

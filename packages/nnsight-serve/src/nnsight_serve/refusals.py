@@ -22,6 +22,7 @@ class Told(BaseModel):
     Attributes:
         type: the class of the error that a client raises.
         message: its text.
+        code: HTTP's number for it, for clients of OpenAI's.
         record: the error itself, for a client of ours.
         versions: of the protocol, if it was not understood.
         limit: what was gone beyond.
@@ -30,6 +31,7 @@ class Told(BaseModel):
 
     type: str
     message: str
+    code: int
     record: ErrorRecord
     versions: list[int] | None = None
     limit: int | None = None
@@ -85,6 +87,8 @@ async def answer(request: Request, refused: Exception) -> JSONResponse:
     content = {
         "type": record.name,
         "message": record.message,
+        # What OpenAI clients look for besides.
+        "code": refused.status,
         "record": record.model_dump(mode="json"),
         **refused.details,
     }
