@@ -23,6 +23,9 @@ SHUTTING_DOWN = "The server is shutting down."
 _TELLING = 3.0
 """Seconds in which what is left is told, and connections are closed."""
 _TICK = 0.05
+_KEPT_ALIVE = 75
+"""Seconds that an idle connection is kept: longer than clients keep theirs, so that none sends a
+request into one that is just being closed."""
 
 
 class Server(uvicorn.Server):
@@ -43,6 +46,7 @@ class Server(uvicorn.Server):
             settings.port,
             log_config=None,
             access_log=False,
+            timeout_keep_alive=_KEPT_ALIVE,
             timeout_graceful_shutdown=int(_TELLING),
         )
         super().__init__(config)
