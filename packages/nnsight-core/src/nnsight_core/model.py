@@ -1,22 +1,28 @@
-"""A model as users hold it: the tree, and the ways to run something on it."""
+"""A model as users hold it: the tree, and the ways to run something on it.
+
+What runs something needs PyTorch, which takes seconds to import. A script that only makes a model
+is not to wait for that, so the methods that run something import what does.
+"""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from nnsight_core.async_run import AsyncRun
-from nnsight_core.backend import AsyncBackend, Backend, EditBackend, EditInfo, Invoke
-from nnsight_core.edits import EditContext, check_edit
 from nnsight_core.errors import EngineError, LocationError, NotSupportedError
-from nnsight_core.explain import Explanation, Read, explain, read_invoke, refuse_untapped
-from nnsight_core.kept import KeptValues
 from nnsight_core.node import Places, Root
-from nnsight_core.outcome import reraise
-from nnsight_core.outputs import RequestOutput
-from nnsight_core.progress import Bar
-from nnsight_core.tracer import NO_PROMPT, Tracer, check_edits
-from nnsight_core.tree import ModelTree
+from nnsight_core.prompts import NO_PROMPT, prompts_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from nnsight_core.async_run import AsyncRun
+    from nnsight_core.backend import AsyncBackend, Backend, EditInfo, Invoke
+    from nnsight_core.explain import Explanation, Read
+    from nnsight_core.kept import KeptValues
+    from nnsight_core.outputs import RequestOutput
+    from nnsight_core.tracer import Tracer
+    from nnsight_core.tree import ModelTree
 
 _NOT_YET = ("std",)
 _INSTEAD = {
@@ -77,6 +83,10 @@ class Model(Root):
             >>> with model.trace("The Eiffel Tower is in the city of", max_tokens=1) as tracer:
             ...     hidden = model.transformer.h[6].output.save()
         """
+        from nnsight_core.backend import Invoke
+        from nnsight_core.outcome import reraise
+        from nnsight_core.tracer import Tracer
+
         backend = self._backend_for(sampling)
         tracer = Tracer(self, backend, prompt, sampling, only_taps, edits)
         if fn is not None:
@@ -119,6 +129,8 @@ class Model(Root):
             ...     for step in tracer.all():
             ...         model.transformer.h[6].output[:] += vector
         """
+        from nnsight_core.edits import EditContext, check_edit
+
         check_edit(name, share, ttl, inplace)
         backend = self._edit_backend(where)
         if where:
@@ -134,19 +146,21 @@ class Model(Root):
     def clear_edits(self) -> None:
         """Clear all edits; requests that have begun with them end with them."""
         backend = self._edit_backend({})
-        if isinstance(backend, AsyncBackend):
+        if _is_async(backend):
             raise NotSupportedError("This model is in mode='async': `await model.aclear_edits()`.")
         backend.clear(None)
 
     async def aclear_edits(self) -> None:
         """As `clear_edits`, for a model in `mode="async"`."""
         backend = self._edit_backend({})
-        if isinstance(backend, AsyncBackend):
+        if _is_async(backend):
             await backend.clear(None)
         else:
             backend.clear(None)
 
     def _edit_backend(self, where: dict[str, Any]) -> Any:
+        from nnsight_core.backend import AsyncBackend, EditBackend
+
         backend = self._backend_for(where)
         if not isinstance(backend, EditBackend | AsyncBackend):
             raise NotSupportedError(
@@ -186,11 +200,15 @@ class Model(Root):
             ...     hidden = model.transformer.h[3].output.save()
             >>> print(model.explain(tracer))
         """
+        from nnsight_core.explain import explain
+
         found = [explain(text, self.tree) for text in tracer._texts]
         return found[0] if len(found) == 1 else found
 
     def _read(self, invokes: list[Invoke], backend: Any, only_taps: bool) -> list[Read | None]:
         """The texts of the invokes' blocks, refused if they leave the taps and must not."""
+        from nnsight_core.explain import read_invoke, refuse_untapped
+
         known: dict[Any, Read | None] = {}
         texts: list[Read | None] = []
         for invoke in invokes:
@@ -207,10 +225,11 @@ class Model(Root):
 
     def close(self) -> None:
         """End the engine, if this model started one."""
-        if isinstance(self._backend, AsyncBackend):
+        if self._backend is None:
+            return
+        if _is_async(self._backend):
             raise NotSupportedError("This model is in mode='async': `await model.aclose()`.")
-        if self._backend is not None:
-            self._backend.close()
+        self._backend.close()
 
     def generate(self, prompts: Any, *, use_tqdm: bool | None = None, **sampling: Any) -> Any:
         """Plain generation, for one prompt or a list of them; the installed edits run in it.
@@ -277,6 +296,11 @@ class Model(Root):
         self, backend: Any, prompts: Any, sampling: dict[str, Any], use_tqdm: bool | None
     ) -> Any:
         """Plain generation through a backend: invokes without blocks."""
+        from nnsight_core.backend import Invoke
+        from nnsight_core.outcome import reraise
+        from nnsight_core.progress import Bar
+        from nnsight_core.tracer import Tracer, check_edits
+
         edits = check_edits(sampling.pop("edits", None), backend)
         tracer = Tracer(self, backend, NO_PROMPT, sampling)
         tracer._invokes = [Invoke(p, sampling, edits=edits) for p in prompts_of(prompts)]
@@ -284,7 +308,7 @@ class Model(Root):
             use_tqdm = len(tracer._invokes) > 1
         tracer._bar = Bar(len(tracer._invokes)) if use_tqdm else None
         reraise(tracer._run())
-        if isinstance(backend, AsyncBackend):
+        if _is_async(backend):
             return _outputs_of(tracer, tracer.backend.whole())
         return [output for output in tracer.outputs if output is not None]
 
@@ -334,7 +358,7 @@ async def _outputs_of(tracer: Tracer, run: AsyncRun) -> list[RequestOutput]:
     return [output for output in tracer.outputs if output is not None]
 
 
-def prompts_of(prompts: Any) -> list[Any]:
-    """The prompts of a generation: those of a list, or the one that was given (token ids are)."""
-    several = isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts)
-    return prompts if several else [prompts]
+def _is_async(backend: Any) -> TypeIs[AsyncBackend]:
+    from nnsight_core.backend import AsyncBackend
+
+    return isinstance(backend, AsyncBackend)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
+from nnsight_core.current import current_run, need_run
 from nnsight_core.errors import LocationError, WriteError
 from nnsight_core.locations import LOGITS, SAMPLES, Location
-from nnsight_core.run import current_run, need_run
-from nnsight_core.tree import ModelTree
-from nnsight_core.values import map_tensors
+
+# A model is held, and its tree looked at, by processes that never load PyTorch. What a block does
+# with the modules themselves imports it.
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nnsight_core.tree import ModelTree
 
 SIDES = ("output", "input", "inputs", "source")
 
@@ -144,6 +147,10 @@ class Node:
             return child
         module = places.modules.get(self._path)
         if module is not None:
+            from torch import nn
+
+            from nnsight_core.values import map_tensors
+
             run = current_run()
             if run is not None and name in vars(nn.Module):
                 raise LocationError(
@@ -192,6 +199,10 @@ class Node:
         module = self._places.modules.get(self._path)
         if module is None:
             raise LocationError(f"{self._path} is not loaded here, so it cannot be called.")
+        from torch import Tensor
+
+        from nnsight_core.values import map_tensors
+
         # Kernels may write into their arguments without telling PyTorch, which would look like
         # values that nobody changed.
         args, kwargs = map_tensors((args, kwargs), Tensor.clone)

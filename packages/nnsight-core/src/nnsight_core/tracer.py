@@ -11,6 +11,7 @@ from nnsight_core.async_run import AsyncRun, Home
 from nnsight_core.backend import AsyncBackend, Backend, EditBackend, Invoke
 from nnsight_core.block_tracer import BARRIER
 from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, push
+from nnsight_core.current import current_run
 from nnsight_core.errors import (
     EngineDeadError,
     LocationError,
@@ -29,15 +30,12 @@ from nnsight_core.outcome import (
 )
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.progress import Bar
-from nnsight_core.run import current_run
+from nnsight_core.prompts import NO_PROMPT
 from nnsight_core.sampling import merge
 from nnsight_core.shared import close_shared, open_shared
 
 if TYPE_CHECKING:
     from nnsight_core.model import Model
-
-NO_PROMPT: Any = object()
-
 
 class Captured:
     """A `with` statement whose body is taken along instead of being run."""

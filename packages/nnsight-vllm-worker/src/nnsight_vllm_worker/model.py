@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from nnsight_core.errors import EngineDeadError, NotSupportedError
 from nnsight_core.keeps import LIMIT, SECONDS
-from nnsight_core.model import Model, prompts_of
+from nnsight_core.model import Model
+from nnsight_core.prompts import prompts_of
 from nnsight_core.sampling import normalise
 from nnsight_core.taps import RESID, resolve
 from nnsight_core.tracer import Tracer, check_edits
