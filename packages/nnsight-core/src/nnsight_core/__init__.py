@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_core.errors import (
     BlockError,
     BlockTimeout,
+    BusyError,
     CaptureError,
     EditErrorWarning,
     EncodeError,
@@ -67,6 +68,7 @@ __all__ = [
     "Backend",
     "BlockError",
     "BlockTimeout",
+    "BusyError",
     "Cache",
     "CaptureError",
     "CompletionOutput",

@@ -16,6 +16,7 @@ NNsightError
 ├── KeptError (LookupError)             a kept value that is not where it is asked for
 ├── KeepLimitError (MemoryError)        a value for which there is no room to be kept
 ├── PolicyError (PermissionError)       the receiver does not allow it
+├── BusyError (ConnectionError)         a server that takes no more at the moment
 ├── ProtocolError (ConnectionError)     a peer that speaks otherwise, or stopped speaking
 └── EngineError (RuntimeError)          the engine cannot be built
     └── EngineDeadError                 the engine ended while it was needed
@@ -88,6 +89,18 @@ class KeepLimitError(NNsightError, MemoryError):
 
 class PolicyError(NNsightError, PermissionError):
     """The receiver's policy does not allow what was asked for."""
+
+
+class BusyError(NNsightError, ConnectionError):
+    """A server takes no more at the moment: there is too much in it, or it is shutting down.
+
+    Attributes:
+        retry_after: after how many seconds it may be asked again, if that can be said.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ProtocolError(NNsightError, ConnectionError):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import math
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from nnsight_core import errors
+from nnsight_core.errors import BusyError
 from nnsight_core.wire.data import Encoder
 from nnsight_core.wire.errors import ErrorRecord, record_error
 
@@ -39,7 +41,9 @@ async def answer(_: Request, refused: Exception) -> JSONResponse:
         "record": record.model_dump(mode="json"),
         **refused.details,
     }
-    headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else None
+    headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
+    if isinstance(refused.error, BusyError) and refused.error.retry_after is not None:
+        headers["Retry-After"] = str(math.ceil(refused.error.retry_after))
     return JSONResponse({"error": content}, refused.status, headers)
 
 
@@ -56,6 +60,7 @@ def record_of(error: BaseException) -> ErrorRecord:
         args=[record.message],
         message=record.message,
         notes=record.notes,
+        attributes=record.attributes if cls is BusyError else {},
     )
 
 
