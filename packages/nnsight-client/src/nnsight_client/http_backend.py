@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
 
 from nnsight_client.encoding import TraceEncoder
+from nnsight_client.network import Trust, check_address, connect
+from nnsight_client.patience import RETRIES, sending
 from nnsight_client.refusals import error_of, no_server, other_version
 from nnsight_core.backend import Event, Finished, Invoke
 from nnsight_core.errors import ProtocolError
@@ -18,9 +19,6 @@ from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block, decode_event, known_errors
 from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader
 from nnsight_core.wire.messages import DoneMessage, read_message
-
-CONNECT = 10.0
-"""Seconds in which a server must be reached. It may then think for as long as it likes."""
 
 
 class HttpBackend:
@@ -31,6 +29,8 @@ class HttpBackend:
         api_key: the key that it wants, if it wants one.
         tokenizer: gives the model's tokenizer if this process has loaded it.
         tree: gives the model's tree if it is known here.
+        verify: what the server's certificate is checked against; see `connect`.
+        retries: how often what surely has not run is sent anew.
 
     Raises:
         ValueError: `url` is no address.
@@ -42,11 +42,14 @@ class HttpBackend:
         api_key: str | None = None,
         tokenizer: Callable[[], Any] = lambda: None,
         tree: Callable[[], ModelTree | None] = lambda: None,
+        verify: Trust = True,
+        retries: int = RETRIES,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = check_address(url)
         self._tokenizer = tokenizer
         self._tree = tree
-        self._http = _connection(self.url, api_key)
+        self._retries = retries
+        self._http = connect(self.url, api_key, verify)
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
         encoder = TraceEncoder(self._tokenizer)
@@ -81,7 +84,9 @@ class HttpBackend:
             ProtocolError: no nnsight server answers, or one of another version.
         """
         with self._speaking():
-            response = self._http.get("/v1/model")
+            ask = partial(self._http.stream, "GET", "/v1/model")
+            with sending(ask, self._retries, harmless=True) as response:
+                response.read()
         if not response.is_success:
             raise error_of(response, self.url)
         try:
@@ -105,13 +110,12 @@ class HttpBackend:
         }
         reader = FrameReader()
         with self._speaking():
-            request = self._http.stream(
-                "POST",
-                "/v1/trace",
-                content=(bytes(part) for part in parts),
-                headers=headers,
-            )
-            with request as response:
+
+            def send() -> AbstractContextManager[httpx.Response]:
+                content = (bytes(part) for part in parts)
+                return self._http.stream("POST", "/v1/trace", content=content, headers=headers)
+
+            with sending(send, self._retries) as response:
                 if not response.is_success:
                     response.read()
                     raise error_of(response, self.url)
@@ -142,30 +146,3 @@ class HttpBackend:
                 f"The connection to {self.url} broke: {error or type(error).__name__}. Either the "
                 "server ended, or it is no nnsight server."
             ) from error
-
-
-def _connection(url: str, api_key: str | None) -> httpx.Client:
-    try:
-        address = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"{url!r} is no address of a server: {error}.") from None
-    if address.scheme not in ("http", "https") or not address.host:
-        raise ValueError(
-            f"{url!r} is no address of a server; one looks like http://127.0.0.1:6677."
-        )
-    headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
-    proxies = {} if urllib.request.proxy_bypass(address.host) else urllib.request.getproxies()
-    transport = httpx.HTTPTransport(
-        proxy=proxies.get(address.scheme) or proxies.get("all"), socket_options=_kept_alive()
-    )
-    timeout = httpx.Timeout(None, connect=CONNECT)
-    return httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
-
-
-def _kept_alive() -> list[tuple[int, int, int]]:
-    """Without a read timeout, only probes tell a server that thinks from a machine that is gone."""
-    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-    return options

@@ -218,7 +218,8 @@ class Model(Root):
             texts.append(known[sign])
         if only_taps:
             tree = self._places.tree
-            if tree is None or tree.provisional or backend is not self._backend_for({}):
+            elsewhere = not self._places.sure or backend is not self._backend_for({})
+            if tree is None or tree.provisional or elsewhere:
                 tree = self._described(backend)  # only an engine that runs knows its taps
             refuse_untapped(texts, tree)
         return texts

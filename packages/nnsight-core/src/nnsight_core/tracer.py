@@ -37,6 +37,7 @@ from nnsight_core.shared import close_shared, open_shared
 if TYPE_CHECKING:
     from nnsight_core.model import Model
 
+
 class Captured:
     """A `with` statement whose body is taken along instead of being run."""
 
