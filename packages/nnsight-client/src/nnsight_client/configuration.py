@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nnsight_client.network import check_address
+from nnsight_client.addresses import check_address
 from nnsight_core.errors import NNsightWarning
 
 SERVER = "NNSIGHT_SERVER"
@@ -117,12 +117,16 @@ def _read(path: Path) -> dict[str, str]:
             raise ValueError(f"{path} says {name!r}, which is unknown. {hint}")
         if not isinstance(value, str):
             raise ValueError(f'{path}: {name} is a text, such as {name} = "...".')
-    if "api_key" in told and path not in _warned and os.name == "posix":
-        if path.stat().st_mode & 0o077:
-            _warned.add(path)
-            warnings.warn(
-                f"{path} holds a key, and others can read it: `chmod 600 {path}`.",
-                NNsightWarning,
-                stacklevel=2,
-            )
+    if "api_key" in told and path not in _warned and _is_open(path):
+        _warned.add(path)
+        warnings.warn(
+            f"{path} holds a key, and others can read it: `chmod 600 {path}`.",
+            NNsightWarning,
+            stacklevel=2,
+        )
     return told
+
+
+def _is_open(path: Path) -> bool:
+    """Whether others than its owner can read a file."""
+    return os.name == "posix" and bool(path.stat().st_mode & 0o077)

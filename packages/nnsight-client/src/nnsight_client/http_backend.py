@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import httpx
 
+from nnsight_client.addresses import check_address
+from nnsight_client.asked import Asked
+from nnsight_client.connection import Trust, connect, near, speaking, thinking
 from nnsight_client.encoding import TraceEncoder
-from nnsight_client.network import Trust, check_address, connect
 from nnsight_client.patience import RETRIES, sending
-from nnsight_client.refusals import error_of, no_server, other_version
-from nnsight_core.backend import Event, Finished, Invoke
-from nnsight_core.errors import ProtocolError
+from nnsight_client.refusals import error_of, missing_in, no_server, other_version, refusal_in
+from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
+from nnsight_core.edits import owner
+from nnsight_core.errors import LocationError, NNsightError
+from nnsight_core.kept import Kept, KeptValues
 from nnsight_core.tree import ModelTree
-from nnsight_core.wire.blocks import check_block, decode_event, known_errors
-from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader
-from nnsight_core.wire.messages import DoneMessage, read_message
+from nnsight_core.wire.blocks import check_block
+from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader, read_frame
+from nnsight_core.wire.tokenizer import LIMIT, files_of
 
 
 class HttpBackend:
-    """Runs invokes on an nnsight server. See `nnsight_core.Backend`.
+    """Runs invokes on an nnsight server. See `nnsight_core.Backend` and `EditBackend`.
 
     Args:
         url: the server's address, such as `http://127.0.0.1:6677`.
@@ -31,6 +34,11 @@ class HttpBackend:
         tree: gives the model's tree if it is known here.
         verify: what the server's certificate is checked against; see `connect`.
         retries: how often what surely has not run is sent anew.
+
+    Attributes:
+        url, verify, retries: as given.
+        kept: what blocks kept on the server's engine for this process.
+        held: contents of large tensors that the server has, as far as is known.
 
     Raises:
         ValueError: `url` is no address.
@@ -46,36 +54,51 @@ class HttpBackend:
         retries: int = RETRIES,
     ) -> None:
         self.url = check_address(url)
+        self.verify = verify
+        self.retries = retries
+        self.kept = KeptValues(self)
+        self.held: set[str] = set()
         self._tokenizer = tokenizer
         self._tree = tree
-        self._retries = retries
         self._http = connect(self.url, api_key, verify)
+        # What edits use stays as long as they do.
+        self._of_edits: dict[str, list[Kept]] = {}
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
-        encoder = TraceEncoder(self._tokenizer)
-        sent: list[int] = []
-        for index, invoke in enumerate(invokes):
-            try:
-                check_block(invoke, self._tree())
-                encoder.add(invoke)
-            except Exception as error:
-                # With one invoke there is nothing that its error could take along.
-                if len(invokes) == 1 or isinstance(error, TypeError):
-                    raise
-                yield Finished(index, None, error)
-            else:
-                sent.append(index)
-        if not sent:
+        asked = self.asked(invokes)
+        yield from asked.refused
+        if not asked.sent:
             return
-        for frame in self._frames(encoder.frame()):
-            message = read_message(frame)
-            if isinstance(message, DoneMessage):
+        about = self.about()
+        contents = set(asked.encoder.blobs)
+        for frame in self._frames(lambda held: asked.encoder.frame(held, **about), contents):
+            yield from asked.events(frame)
+            if asked.done:
                 return
-            index = self._index(getattr(message, "key", ""), sent)
-            yield decode_event(message, frame, index, known_errors(invokes[index]))
-        raise ProtocolError(
-            f"The server at {self.url} stopped before it had said everything. Its log says why."
-        )
+        asked.end()
+
+    def install(self, edit: EditSpec) -> EditInfo:
+        encoder = self.encoded(edit)
+
+        def ask(without: set[str]) -> httpx.Response:
+            content = encoder.install(edit, owner(), without).to_bytes()
+            how = {"headers": {"Content-Type": MEDIA_TYPE}, "timeout": thinking()}
+            return self._send("POST", "/v1/edits", content=content, **how)
+
+        with speaking(self.url):
+            answer = ask(self.held)
+            if missing_in(answer) is not None:
+                self.held -= set(encoder.blobs)
+                answer = ask(self.held)
+        return self.installed(answer, edit, encoder)
+
+    def clear(self, ids: list[str] | None) -> None:
+        params = {} if ids is None else {"id": ids}
+        self._ask("DELETE", "/v1/edits", params=params)
+        self.cleared(ids)
+
+    def edits(self) -> list[EditInfo]:
+        return _infos(self._ask("GET", "/v1/edits").json())
 
     def describe(self) -> ModelTree:
         """The tree of the model that is served.
@@ -83,12 +106,7 @@ class HttpBackend:
         Raises:
             ProtocolError: no nnsight server answers, or one of another version.
         """
-        with self._speaking():
-            ask = partial(self._http.stream, "GET", "/v1/model")
-            with sending(ask, self._retries, harmless=True) as response:
-                response.read()
-        if not response.is_success:
-            raise error_of(response, self.url)
+        response = self._ask("GET", "/v1/model")
         try:
             answer = response.json()
             version = answer["protocol"]
@@ -98,51 +116,146 @@ class HttpBackend:
             raise other_version(self.url, version)
         return ModelTree.model_validate(answer["tree"])
 
+    def tokenizer(self, known: str | None = None) -> dict[str, bytes] | None:
+        """The files of the server's tokenizer, by name.
+
+        Args:
+            known: the digest of those that are here; if the server has the same, it gives none.
+
+        Raises:
+            NotSupportedError: it has none to hand out.
+        """
+        headers = {"If-None-Match": f'"{known}"'} if known else {}
+        with speaking(self.url):
+            response = self._send("GET", "/v1/tokenizer", headers=headers, timeout=thinking())
+        if response.status_code == 304:
+            return None
+        check(response, self.url)
+        return files_of(read_frame(response.content, LIMIT))
+
+    def let_go(self, ids: list[str], why: str) -> None:
+        """Let kept values go. See `nnsight_core.kept.Holder`."""
+        self._ask("POST", "/v1/kept/free", json={"ids": ids, "why": why})
+
+    def list_kept(self) -> list[tuple[str, int, float]]:
+        """The kept values of this process that are there. See `nnsight_core.kept.Holder`."""
+        known = {handle.id for handle in self.kept.handles()}
+        rows = self._ask("GET", "/v1/kept").json()["kept"]
+        return [(row["id"], row["bytes"], row["age"]) for row in rows if row["id"] in known]
+
     def close(self) -> None:
+        try:
+            self.kept.flush()
+        except NNsightError:
+            pass  # a server that is gone keeps nothing
+        self.kept.close()
         self._http.close()
 
-    def _frames(self, frame: Frame) -> Iterator[Frame]:
-        """Send a frame; the frames that come back, as they come."""
-        parts = frame.parts()
-        headers = {
-            "Content-Type": MEDIA_TYPE,
-            "Content-Length": str(sum(memoryview(part).nbytes for part in parts)),
-        }
-        reader = FrameReader()
-        with self._speaking():
+    # -- shared with the backend for asyncio -------------------------------------------------------
 
-            def send() -> AbstractContextManager[httpx.Response]:
-                content = (bytes(part) for part in parts)
-                return self._http.stream("POST", "/v1/trace", content=content, headers=headers)
+    def asked(self, invokes: list[Invoke]) -> Asked:
+        """Some invokes, encoded for this server."""
+        return Asked(invokes, self.url, self._tokenizer, self._check, self.kept)
 
-            with sending(send, self._retries) as response:
-                if not response.is_success:
-                    response.read()
-                    raise error_of(response, self.url)
-                kind = response.headers.get("content-type", "")
-                if kind != MEDIA_TYPE:
-                    raise no_server(self.url, f"it answers a trace with {kind or 'nothing'}")
-                for chunk in response.iter_raw():
-                    yield from reader.feed(chunk)
-                reader.end()
+    def about(self) -> dict[str, Any]:
+        """What a trace tells the server besides its invokes."""
+        return {"freed": self.kept.ended(), "zstd": not near(self.url)}
 
-    def _index(self, key: str, sent: list[int]) -> int:
-        if key.isdecimal() and int(key) < len(sent):
-            return sent[int(key)]
-        raise ProtocolError(f"The server at {self.url} speaks of an invoke {key[:40]!r}.")
+    def encoded(self, edit: EditSpec) -> TraceEncoder:
+        """The block of an edit, encoded for this server."""
+        self._check(edit.invoke)
+        encoder = TraceEncoder(self._tokenizer, self.kept)
+        encoder.block(edit.invoke)
+        return encoder
 
-    @contextmanager
-    def _speaking(self) -> Iterator[None]:
-        """What goes wrong between here and the server is a `ProtocolError`."""
+    def installed(self, answer: httpx.Response, edit: EditSpec, encoder: TraceEncoder) -> EditInfo:
+        """The edit that a server has installed.
+
+        Raises:
+            Exception: it was refused.
+        """
+        refusal = refusal_in(answer, edit.invoke)
+        if refusal is not None:
+            raise refusal
+        if not answer.is_success:
+            raise error_of(answer, self.url)
+        info = EditInfo.model_validate(answer.json())
+        self.held |= set(encoder.blobs)
+        self._of_edits[info.id] = encoder.handles
+        return info
+
+    def cleared(self, ids: list[str] | None) -> None:
+        """Edits were cleared, or all."""
+        for id in list(self._of_edits) if ids is None else ids:
+            self._of_edits.pop(id, None)
+
+    def _ask(self, method: str, path: str, **what: Any) -> httpx.Response:
+        with speaking(self.url):
+            response = self._send(method, path, **what)
+        if not response.is_success:
+            raise error_of(response, self.url)
+        return response
+
+    def _send(self, method: str, path: str, **what: Any) -> httpx.Response:
+        send = partial(self._http.stream, method, path, **what)
+        with sending(send, self.retries, harmless=method == "GET") as response:
+            response.read()
+        return response
+
+    def _check(self, invoke: Invoke) -> None:
+        """Refuse a block that names what is not there."""
         try:
-            yield
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ProtocolError(
-                f"No server answers at {self.url} ({error}). Start one with `nnsight-serve MODEL`, "
-                "or correct the address."
-            ) from error
-        except httpx.TransportError as error:
-            raise ProtocolError(
-                f"The connection to {self.url} broke: {error or type(error).__name__}. Either the "
-                "server ended, or it is no nnsight server."
-            ) from error
+            check_block(invoke, self._tree())
+        except LocationError:
+            # What was known may be out of date, or of another server.
+            check_block(invoke, self.describe())
+
+    def _frames(self, make: Callable[[set[str]], Frame], blobs: set[str]) -> Iterator[Frame]:
+        """Send what is made; the frames that come back, as they come.
+
+        Args:
+            make: gives the frame to send, without the contents that the server has.
+            blobs: the contents that it needs.
+        """
+        reader = FrameReader()
+        for _ in range(2):
+            parts, headers = sendable(make(self.held), near(self.url))
+            with speaking(self.url):
+                how = {"content": parts, "headers": headers}
+                send = partial(self._http.stream, "POST", "/v1/trace", **how)
+                with sending(send, self.retries) as response:
+                    if not response.is_success:
+                        response.read()
+                        if missing_in(response) is not None and self.held & blobs:
+                            self.held -= blobs
+                            continue
+                    check(response, self.url)
+                    self.held |= blobs
+                    for chunk in response.iter_raw():
+                        yield from reader.feed(chunk)
+                    reader.end()
+                    return
+
+
+def sendable(frame: Frame, near: bool) -> tuple[list[bytes], dict[str, str]]:
+    """A frame as the pieces of a body, and its headers."""
+    parts = [bytes(part) for part in frame.parts(compress=not near)]
+    headers = {"Content-Type": MEDIA_TYPE, "Content-Length": str(sum(map(len, parts)))}
+    return parts, headers
+
+
+def check(response: httpx.Response, url: str) -> None:
+    """Refuse an answer that is no stream of frames; its body has been read if it is a refusal.
+
+    Raises:
+        Exception: what the server says is wrong, or that it is none.
+    """
+    if not response.is_success:
+        raise error_of(response, url)
+    kind = response.headers.get("content-type", "")
+    if kind != MEDIA_TYPE:
+        raise no_server(url, f"it answers a trace with {kind or 'nothing'}")
+
+
+def _infos(answer: Any) -> list[EditInfo]:
+    return [EditInfo.model_validate(info) for info in answer["edits"]]

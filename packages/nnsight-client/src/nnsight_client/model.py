@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nnsight_client.configuration import choose
 from nnsight_client.servers import Servers
+from nnsight_core.errors import LocationError, NotSupportedError
 from nnsight_core.model import Model
 
 if TYPE_CHECKING:
-    from nnsight_client.network import Trust
+    from nnsight_client.connection import Trust
     from nnsight_core.tree import ModelTree
 
 WORKER = "nnsight_vllm_worker"
@@ -31,6 +32,7 @@ class VLLM(Model):
             says: a file or folder of authorities, an `ssl.SSLContext`, or False for nothing at all.
         retries: how often a request is sent anew that has surely not run, since no connection could
             be made or the server was busy.
+        mode: `sync`, or `async` for traces that are awaited or iterated over (`tracer.backend`).
         dispatch: build an engine in this process instead, which the worker package does.
         **engine_args: what that engine takes.
 
@@ -54,6 +56,7 @@ class VLLM(Model):
         remote: bool = False,
         verify: Trust = True,
         retries: int = 3,
+        mode: Literal["sync", "async"] = "sync",
         dispatch: bool = False,
         **engine_args: Any,
     ) -> None:
@@ -61,11 +64,12 @@ class VLLM(Model):
             near = difflib.get_close_matches(name, _OURS, 1, 0.7)
             if near and not dispatch:
                 raise TypeError(f"Unknown argument {name!r}. Did you mean {near[0]!r}?")
-        if engine_args.get("mode", "sync") not in ("sync", "async"):
-            raise ValueError(f"mode={engine_args['mode']!r}: it is 'sync' or 'async'.")
+        if mode not in ("sync", "async"):
+            raise ValueError(f"mode={mode!r}: it is 'sync' or 'async'.")
         if dispatch and (serve is not None or remote):
             raise ValueError("A model runs on a server (serve=, remote=) or here (dispatch=True).")
         super().__init__()
+        self._mode = mode
         self._repo = repo
         self._engine_args = engine_args
         self._local: Any = None
@@ -79,7 +83,7 @@ class VLLM(Model):
             retries=retries,
         )
         if dispatch:
-            self._local = _worker().VLLM(repo, dispatch=True, **engine_args)
+            self._local = _worker().VLLM(repo, mode=mode, dispatch=True, **engine_args)
             self._places.tree = self._local.tree
         else:
             self._places.recall = self._recalled
@@ -105,29 +109,41 @@ class VLLM(Model):
         """
         places = self._places
         if places.tree is None or not places.sure:
-            from nnsight_client.trees import learn
+            from nnsight_client.trees import learn, provisional
 
-            places.tree, places.sure = learn(self._repo, self._servers.url, self._backend_for)
+            url = self._servers.url
+            if url is not None:
+                ask = functools.partial(self._described, self._backend_for({}))
+                places.tree, places.sure = learn(self._repo, url, ask)
+            elif places.tree is None:
+                places.tree, places.sure = provisional(self._repo), False
+        if places.tree is None:
+            self._backend_for({})  # says that no server is named
+            raise LocationError(f"The tree of {self._repo} is not known.")
         return places.tree
 
     def close(self) -> None:
         """Close the connections, and end the engine if one was built here."""
+        if self._mode == "async":
+            raise NotSupportedError("This model is in mode='async': `await model.aclose()`.")
         self._servers.close()
         if self._local is not None:
             self._local.close()
 
     async def aclose(self) -> None:
-        """As `close`, for an engine that was built here in `mode="async"`."""
+        """As `close`, for a model in `mode="async"`."""
+        await self._servers.aclose()
         if self._local is not None:
             await self._local.aclose()
-        else:
-            self.close()
 
     def _recalled(self) -> ModelTree | None:
         """The tree as this machine knows it from earlier, which the server's may differ from."""
+        url = self._servers.url
+        if url is None:
+            return None
         from nnsight_client.trees import recalled
 
-        tree = recalled(self._repo, self._servers.url)
+        tree = recalled(self._repo, url)
         self._places.sure = tree is None
         return tree
 
@@ -138,8 +154,11 @@ class VLLM(Model):
             return self._local._generate(backend, prompts, sampling, use_tqdm)
         return super()._generate(backend, prompts, sampling, use_tqdm)
 
+    def _described(self, backend: Any) -> Any:
+        return super()._described(getattr(backend, "now", backend))
+
     def _backend_for(self, arguments: dict[str, Any]) -> Any:
-        server = self._servers.chosen(arguments)
+        server = self._servers.chosen(arguments, self._mode)
         if server is not None:
             return server
         if self._local is not None:

@@ -7,9 +7,17 @@ whatever became of it.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from email.utils import parsedate_to_datetime
 
 import httpx
@@ -39,32 +47,53 @@ def sending(
             try:
                 response = stack.enter_context(send())
             except httpx.TransportError as error:
-                wait = pause(error, tried, harmless)
+                wait = _pause(error, tried, harmless)
                 if tried == retries or wait is None:
                     raise
             else:
-                wait = asked_pause(response)
+                wait = _asked_pause(response)
                 if tried == retries or wait is None:
                     yield response
                     return
         time.sleep(wait)
 
 
-def pause(error: httpx.TransportError, tried: int, harmless: bool = False) -> float | None:
+@asynccontextmanager
+async def sending_async(
+    send: Callable[[], AbstractAsyncContextManager[httpx.Response]], retries: int = RETRIES
+) -> AsyncIterator[httpx.Response]:
+    """As `sending`, on an event loop."""
+    for tried in range(retries + 1):
+        async with AsyncExitStack() as stack:
+            try:
+                response = await stack.enter_async_context(send())
+            except httpx.TransportError as error:
+                wait = _pause(error, tried)
+                if tried == retries or wait is None:
+                    raise
+            else:
+                wait = _asked_pause(response)
+                if tried == retries or wait is None:
+                    yield response
+                    return
+        await asyncio.sleep(wait)
+
+
+def _pause(error: httpx.TransportError, tried: int, harmless: bool = False) -> float | None:
     """Seconds to wait before a request that failed is sent anew; None if it must not be."""
     unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
     again = unsent or (harmless and isinstance(error, httpx.NetworkError | httpx.ProtocolError))
     return _FIRST * 2**tried if again else None
 
 
-def asked_pause(response: httpx.Response) -> float | None:
+def _asked_pause(response: httpx.Response) -> float | None:
     """Seconds that a busy server asks to wait; None if it does not, or asks for too many."""
     said = response.headers.get("retry-after", "").strip()
     if response.status_code not in _BUSY or not said:
         return None
     try:
         # A date is taken by the clock of who says it.
-        now = parsedate_to_datetime(response.headers["date"]) if not said.isdecimal() else None
+        now = None if said.isdecimal() else parsedate_to_datetime(response.headers["date"])
         seconds = (parsedate_to_datetime(said) - now).total_seconds() if now else float(said)
     except (KeyError, TypeError, ValueError):
         return None

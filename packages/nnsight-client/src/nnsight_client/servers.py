@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from nnsight_client.addresses import check_address
 from nnsight_client.configuration import choose
-from nnsight_client.network import check_address
 
 if TYPE_CHECKING:
+    from nnsight_client.http_async_backend import HttpAsyncBackend
     from nnsight_client.http_backend import HttpBackend
     from nnsight_core.tree import ModelTree
 
@@ -44,12 +45,14 @@ class Servers:
         self._tree = tree
         self._connection = connection
         self._known: dict[tuple[str, str | None], HttpBackend] = {}
+        self._async: dict[tuple[str, str | None], HttpAsyncBackend] = {}
 
-    def chosen(self, arguments: dict[str, Any]) -> HttpBackend | None:
+    def chosen(self, arguments: dict[str, Any], mode: str = "sync") -> Any:
         """The backend that a trace's arguments name, or the model's own; None if there is none.
 
         Args:
             arguments: those that name a server are taken out of them.
+            mode: as in `backend`.
 
         Raises:
             ValueError: they name two servers, or none that there is.
@@ -57,10 +60,15 @@ class Servers:
         serve, api_key = arguments.pop("serve", None), arguments.pop("api_key", None)
         url, api_key = choose(serve, api_key, arguments.pop("remote", False))
         url = self.url if url is None else url
-        return None if url is None else self.backend(url, api_key)
+        return None if url is None else self.backend(url, api_key, mode)
 
-    def backend(self, url: str, api_key: str | None = None) -> HttpBackend:
+    def backend(
+        self, url: str, api_key: str | None = None, mode: str = "sync"
+    ) -> HttpBackend | HttpAsyncBackend:
         """The backend that runs traces at an address.
+
+        Args:
+            mode: `async` for the one for asyncio.
 
         Raises:
             ValueError: `url` is no address.
@@ -74,10 +82,21 @@ class Servers:
         if known is None:
             known = HttpBackend(url, api_key, self._tokenizer, self._tree, **self._connection)
             self._known[url, api_key] = known
-        return known
+        if mode == "sync":
+            return known
+        from nnsight_client.http_async_backend import HttpAsyncBackend
+
+        return self._async.setdefault((url, api_key), HttpAsyncBackend(known, api_key))
 
     def close(self) -> None:
         """Close the connections."""
         for server in self._known.values():
             server.close()
         self._known.clear()
+        self._async.clear()
+
+    async def aclose(self) -> None:
+        """As `close`, for the backends for asyncio."""
+        for server in list(self._async.values()):
+            await server.aclose()
+        self.close()

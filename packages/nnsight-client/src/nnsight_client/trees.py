@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 
@@ -17,51 +16,42 @@ AGAIN = 30.0
 _unreachable: dict[str, float] = {}
 
 
-def learn(
-    repo: str, url: str | None, backend_for: Callable[[dict[str, Any]], Any]
-) -> tuple[ModelTree, bool]:
-    """The tree of a model, and whether it is surely the engine's own.
+def learn(repo: str, url: str, ask: Callable[[], ModelTree]) -> tuple[ModelTree, bool]:
+    """The tree of a served model, and whether it is surely the engine's own.
 
     Args:
-        url: the model's server, if it has one.
-        backend_for: gives the backend that reaches it, or raises.
+        ask: asks the server at `url` for it.
 
     Raises:
-        ValueError: no server is named, and transformers has no such model.
         ProtocolError: the server cannot be reached, and nothing else knows the tree; or it is none.
     """
+    since = time.monotonic() - _unreachable.get(url, -AGAIN)
+    known = recalled(repo, url) if since < AGAIN else None
+    if known is not None:
+        return known, False
     try:
-        if url is not None and time.monotonic() - _unreachable.get(url, -AGAIN) < AGAIN:
-            found = recalled(repo, url)
-            if found is not None:
-                return found, False
-        tree = backend_for({}).describe()
-    except (ValueError, ProtocolError) as error:
-        if isinstance(error, ProtocolError) and not _is_unreachable(error):
+        tree = ask()
+    except ProtocolError as error:
+        # Somebody who answers is asked again, whatever it is.
+        if not isinstance(error.__cause__, httpx.TransportError):
             raise
-        found = recalled(repo, url) or _provisional(repo)
-        if found is None:
+        known = recalled(repo, url) or provisional(repo)
+        if known is None:
             raise
-        if url is not None:
-            _unreachable[url] = time.monotonic()
-        return found, False
-    if url is not None:
-        _unreachable.pop(url, None)
-        keep_tree(tree, repo, url, {})
+        _unreachable[url] = time.monotonic()
+        return known, False
+    _unreachable.pop(url, None)
+    keep_tree(tree, repo, url, {})
     return tree, True
 
 
-def recalled(repo: str, url: str | None) -> ModelTree | None:
-    """The tree that a server said when it was last asked."""
-    return None if url is None else load_tree(repo, url, {})
+def recalled(repo: str, url: str) -> ModelTree | None:
+    """The tree as a server said it when it was last asked."""
+    return load_tree(repo, url, {})
 
 
-def _is_unreachable(error: ProtocolError) -> bool:
-    """Whether nobody answered, rather than somebody who is no server of ours."""
-    return isinstance(error.__cause__, httpx.TransportError)
-
-
-def _provisional(repo: str) -> ModelTree | None:
+def provisional(repo: str) -> ModelTree | None:
+    """The tree as transformers' classes have it; None where it has none, or cannot be asked."""
     from nnsight_client.provisional import provisional_tree
 
     try:

@@ -57,6 +57,7 @@ class Model(Root):
         fn: Any = None,
         only_taps: bool = False,
         edits: list[str] | None = None,
+        progress: bool = False,
         **sampling: Any,
     ) -> Tracer:
         """Run the body of a `with` statement inside the model's forward pass.
@@ -72,6 +73,7 @@ class Model(Root):
             only_taps: refuse blocks that would run a step eagerly, before anything runs.
             edits: names of the installed edits that run besides; None for all of them. Edits
                 without a name always run.
+            progress: show a bar that counts the prompts which have finished.
             **sampling: sampling arguments (`temperature`, `max_tokens`, ...) for every prompt.
 
         Raises:
@@ -88,7 +90,7 @@ class Model(Root):
         from nnsight_core.tracer import Tracer
 
         backend = self._backend_for(sampling)
-        tracer = Tracer(self, backend, prompt, sampling, only_taps, edits)
+        tracer = Tracer(self, backend, prompt, sampling, only_taps, edits, progress)
         if fn is not None:
             if prompt is NO_PROMPT:
                 raise ValueError("A trace with `fn=` needs a prompt.")
@@ -174,7 +176,7 @@ class Model(Root):
         """The module tree as data: classes, dtypes and symbolic shapes of every location."""
         if self._places.tree is None:
             backend = self._backend_for({})
-            self._places.tree = backend.describe()
+            self._places.tree = self._described(backend)
         return self._places.tree
 
     @property
@@ -314,7 +316,16 @@ class Model(Root):
         return [output for output in tracer.outputs if output is not None]
 
     def _described(self, backend: Any) -> ModelTree:
-        """The tree of the engine behind a backend."""
+        """The tree of the engine behind a backend.
+
+        Raises:
+            NotSupportedError: it has to be awaited, and nothing has run yet.
+        """
+        if _is_async(backend):
+            raise NotSupportedError(
+                "Which locations there are is known once the engine runs, in mode='async' after "
+                "the first trace or generation was awaited."
+            )
         return backend.describe()
 
     def _backend_for(self, arguments: dict[str, Any]) -> Any:

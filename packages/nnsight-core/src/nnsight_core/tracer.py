@@ -79,9 +79,11 @@ class Tracer(Captured):
         sampling: dict[str, Any],
         only_taps: bool = False,
         edits: list[str] | None = None,
+        progress: bool = False,
     ) -> None:
         super().__init__()
         self._model = model
+        self._progress = progress
         self._only_taps = only_taps
         self._edits = check_edits(edits, backend)
         self._texts: list[Any] = []
@@ -212,6 +214,8 @@ class Tracer(Captured):
         invokes, frames = self._invokes, self._frames
         try:
             self._texts = self._model._read(invokes, self._backend, self._only_taps)
+            if self._progress:
+                self._bar = Bar(len(invokes))
             if isinstance(self._backend, AsyncBackend):
                 frame = frames[0] if frames else None
                 home = _home_of(weakref.ref(self))

@@ -7,6 +7,7 @@ number of runs go on at once on one event loop, and leaving one aborts what it h
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Collection, Coroutine
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, DEAD, Output
 from nnsight_vllm_worker.requests import handles_of
 from nnsight_vllm_worker.settings import apply
 from nnsight_vllm_worker.submission import Carried, Request
-from nnsight_vllm_worker.vllm_ports import async_startup, incoming, startup
+from nnsight_vllm_worker.vllm_ports import async_startup, incoming, startup, tokenizer
 
 
 class AsyncEngine:
@@ -182,9 +183,21 @@ class AsyncEngine:
         found = [(kept.id, kept.bytes, kept.age) for kept in self.kept.handles()]
         return [kept for kept in found if kept[2] <= self._keep_seconds]
 
+    async def all_kept(self) -> list[tuple[str, int, float]]:
+        """The id, bytes and age of each value that is kept, whoever has its handle."""
+        return (await self.rpc("nnsight_kept", time.monotonic()))[0]
+
     async def counts(self) -> dict[str, int]:
         """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
         return (await self.rpc("nnsight_counts"))[0]
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files of its tokenizer, by name.
+
+        Raises:
+            NotSupportedError: it has none of transformers'.
+        """
+        return tokenizer.files_of(self.llm)
 
     async def close(self) -> None:
         """End the engine and its processes."""

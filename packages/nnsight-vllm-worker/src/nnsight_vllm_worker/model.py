@@ -21,7 +21,7 @@ from nnsight_vllm_worker.async_engine import AsyncEngine
 from nnsight_vllm_worker.backend import LocalBackend
 from nnsight_vllm_worker.convert import output_of
 from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, SyncEngine
-from nnsight_vllm_worker.prompts import prompt_of, sampling_of
+from nnsight_vllm_worker.prompts import lora_of, prompt_of, sampling_of
 from nnsight_vllm_worker.settings import SETTINGS
 from nnsight_vllm_worker.vllm_ports.meta import tree_of
 from nnsight_vllm_worker.vllm_ports.startup import engine, refusals
@@ -38,6 +38,7 @@ class VLLM(Model):
         dispatch: build the engine now; otherwise the first trace or generation does.
         serve: a server's address, whose engine is used instead (with the client package).
         api_key: the key that the server wants.
+        remote: use the server of the user's configuration.
         block_timeout: seconds that a block may hold the engine, which all requests share, before it
             gives control back; None for as long as it likes.
         taps: patterns of the locations that blocks reach while the engine runs compiled, with CUDA
@@ -69,6 +70,7 @@ class VLLM(Model):
         dispatch: bool = False,
         serve: str | None = None,
         api_key: str | None = None,
+        remote: bool = False,
         save_device: str = "cpu",
         taps: str | Sequence[str] = RESID,
         only_taps: bool = False,
@@ -88,6 +90,9 @@ class VLLM(Model):
             backend = LocalBackend(self._dispatched, lambda: self.tokenizer, device=save_device)
         super().__init__(backend=backend)
         self._repo = repo
+        self._mode = mode
+        if remote:
+            serve, api_key = _client().choose(serve, api_key, remote)
         self._serve = serve
         self._api_key = api_key
         self._limits = {
@@ -161,7 +166,7 @@ class VLLM(Model):
         named = normalise(sampling)
         edits, lora = (
             check_edits(named.pop("edits", None), backend),
-            named.pop("lora_request", None),
+            lora_of(named.pop("lora_request", None)),
         )
         params = sampling_of(named)
         engine = self._dispatched()
@@ -195,6 +200,8 @@ class VLLM(Model):
             self.close()
             return
         self._closed = True
+        if "_servers" in vars(self):
+            await self._servers.aclose()
         await self._backend.aclose()
 
     def close(self) -> None:
@@ -255,11 +262,16 @@ class VLLM(Model):
         keep_tree(built.tree, self._repo, engine(), self._arguments)
 
     def _backend_for(self, arguments: dict[str, Any]) -> Any:
-        url = arguments.pop("serve", None) or self._serve
-        key = arguments.pop("api_key", None)
-        if url is None:
+        elsewhere = arguments.get("serve") or arguments.get("remote") or self._serve
+        if not elsewhere:
+            for name in ("serve", "api_key", "remote"):
+                arguments.pop(name, None)
             return super()._backend_for(arguments)
-        return self._servers.backend(url, key)
+        return self._servers.chosen(arguments, self._mode)
+
+    def _described(self, backend: Any) -> ModelTree:
+        # A server's tree can be had at once, whatever the model's mode.
+        return super()._described(getattr(backend, "now", backend))
 
     @functools.cached_property
     def _servers(self) -> Any:

@@ -1,0 +1,39 @@
+"""The tokenizer of an engine, as files.
+
+Relies on (vLLM 0.26.0 and 0.27.1): `get_tokenizer` of an `AsyncLLM`, and that what it gives is a
+copy of transformers' own tokenizer, of a class derived from its class and named `Cached...`
+(`vllm/tokenizers/hf.py`). Nobody else could load what is saved under that name.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nnsight_core.errors import NotSupportedError
+from nnsight_core.wire.tokenizer import is_file
+
+
+def files_of(llm: Any) -> dict[str, bytes]:
+    """What transformers saves an engine's tokenizer as, by file name.
+
+    Raises:
+        NotSupportedError: the engine has none, or none of transformers'.
+    """
+    try:
+        found = llm.get_tokenizer()
+    except ValueError:  # an engine that was told to load none
+        found = None
+    if not hasattr(found, "save_pretrained"):
+        raise NotSupportedError(
+            f"The engine has no tokenizer that can be handed out ({type(found).__name__})."
+        )
+    plain = copy.copy(found)
+    if type(found).__name__.startswith("Cached"):
+        plain.__class__ = type(found).__mro__[1]
+    with tempfile.TemporaryDirectory() as folder:
+        plain.save_pretrained(folder)
+        saved = sorted(Path(folder).iterdir())
+        return {file.name: file.read_bytes() for file in saved if is_file(file.name)}
