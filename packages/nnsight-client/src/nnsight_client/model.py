@@ -82,6 +82,7 @@ class VLLM(Model):
             verify=verify,
             retries=retries,
         )
+        self._serve = self._servers.url
         if dispatch:
             self._local = _worker().VLLM(repo, mode=mode, dispatch=True, **engine_args)
             self._places.tree = self._local.tree
@@ -111,10 +112,9 @@ class VLLM(Model):
         if places.tree is None or not places.sure:
             from nnsight_client.trees import learn, provisional
 
-            url = self._servers.url
-            if url is not None:
+            if self._serve is not None:
                 ask = functools.partial(self._described, self._backend_for({}))
-                places.tree, places.sure = learn(self._repo, url, ask)
+                places.tree, places.sure = learn(self._repo, self._serve, ask)
             elif places.tree is None:
                 places.tree, places.sure = provisional(self._repo), False
         if places.tree is None:
@@ -138,12 +138,11 @@ class VLLM(Model):
 
     def _recalled(self) -> ModelTree | None:
         """The tree as this machine knows it from earlier, which the server's may differ from."""
-        url = self._servers.url
-        if url is None:
+        if self._serve is None:
             return None
         from nnsight_client.trees import recalled
 
-        tree = recalled(self._repo, url)
+        tree = recalled(self._repo, self._serve)
         self._places.sure = tree is None
         return tree
 

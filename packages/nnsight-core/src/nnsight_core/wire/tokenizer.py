@@ -31,9 +31,8 @@ def files_of(frame: Frame) -> dict[str, bytes]:
     Raises:
         ProtocolError: it carries none, or one that cannot be part of a tokenizer.
     """
-    names = frame.header.get("files")
-    wrong = not isinstance(names, list) or len(names) != len(frame.buffers)
-    if wrong or frame.header.get("kind") != KIND:
+    names = frame.header.get("files") if frame.header.get("kind") == KIND else None
+    if not isinstance(names, list) or len(names) != len(frame.buffers):
         raise ProtocolError("A frame came that carries no tokenizer.")
     for name in names:
         if not isinstance(name, str) or not is_file(name):

@@ -22,10 +22,11 @@ def files_of(llm: Any) -> dict[str, bytes]:
     Raises:
         NotSupportedError: the engine has none, or none of transformers'.
     """
+    found: Any = None
     try:
         found = llm.get_tokenizer()
-    except ValueError:  # an engine that was told to load none
-        found = None
+    except ValueError:
+        pass  # the engine was told to load none
     if not hasattr(found, "save_pretrained"):
         raise NotSupportedError(
             f"The engine has no tokenizer that can be handed out ({type(found).__name__})."
