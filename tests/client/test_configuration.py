@@ -39,7 +39,9 @@ def test_without_one_it_says_how_to_set_it(file):
         lambda: VLLM("unused").trace("Hello", remote=True),
         lambda: VLLM("unused").edit(remote=True),
     ):
-        with pytest.raises(ValueError, match=r"NNSIGHT_SERVER.*nnsight_client\.configure\(") as told:
+        with pytest.raises(
+            ValueError, match=r"NNSIGHT_SERVER.*nnsight_client\.configure\("
+        ) as told:
             use()
         assert str(file) in str(told.value)
 
@@ -141,5 +143,7 @@ def test_a_trace_on_the_configured_server(server_url, gpt2_path):
 
     for model, where in ((VLLM(gpt2_path), {"remote": True}), (Local(gpt2_path, remote=True), {})):
         with model:
-            (out,) = model.generate("The capital of France is", temperature=0.0, max_tokens=1, **where)
+            (out,) = model.generate(
+                "The capital of France is", temperature=0.0, max_tokens=1, **where
+            )
             assert out.outputs[0].text == " Paris"

@@ -100,9 +100,7 @@ def test_there_is_an_end_to_it(waits):
     assert caught.value.retry_after == 1.0 and len(asked) == 3 and waits == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "answer", [busy(429, "Retry-After: 3600"), busy(429, "Retry-After: soon")]
-)
+@pytest.mark.parametrize("answer", [busy(429, "Retry-After: 3600"), busy(429, "Retry-After: soon")])
 def test_nobody_waits_for_an_hour_or_for_what_says_nothing(waits, answer):
     with saying(answer) as (url, asked):
         with pytest.raises(BusyError):

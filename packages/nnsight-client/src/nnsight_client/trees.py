@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable
 
@@ -32,8 +33,7 @@ def learn(repo: str, url: str, ask: Callable[[], ModelTree]) -> tuple[ModelTree,
     try:
         tree = ask()
     except ProtocolError as error:
-        # Somebody who answers is asked again, whatever it is.
-        if not isinstance(error.__cause__, httpx.TransportError):
+        if not _is_away(error):
             raise
         known = recalled(repo, url) or provisional(repo)
         if known is None:
@@ -48,6 +48,16 @@ def learn(repo: str, url: str, ask: Callable[[], ModelTree]) -> tuple[ModelTree,
 def recalled(repo: str, url: str) -> ModelTree | None:
     """The tree as a server said it when it was last asked."""
     return load_tree(repo, url, {})
+
+
+def _is_away(error: ProtocolError) -> bool:
+    """Whether nobody answered, and not somebody who is no server of ours or cannot be trusted."""
+    cause = error.__cause__
+    if not isinstance(cause, httpx.TransportError):
+        return False
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is None
 
 
 def provisional(repo: str) -> ModelTree | None:
