@@ -39,7 +39,7 @@ def environment(monkeypatch, tmp_path):
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     assert scope["type"] == "http"
-    body = json.dumps({"protocol": VERSION, "tree": TREE}).encode()
+    body = json.dumps({"protocol": VERSION, "sampling": [], "tree": TREE}).encode()
     head = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     await send({"type": "http.response.body", "body": body})

@@ -36,7 +36,7 @@ def tree_with(layers: int, *names: str) -> ModelTree:
 
 
 def described(tree: ModelTree) -> Any:
-    answer = {"protocol": VERSION, "tree": tree.model_dump(mode="json")}
+    answer = {"protocol": VERSION, "sampling": [], "tree": tree.model_dump(mode="json")}
     return answering(json.dumps(answer).encode(), "application/json")
 
 

@@ -76,7 +76,7 @@ def sampling_of(arguments: Mapping[str, Any]) -> Any:
         if str(name).startswith(OURS):
             raise ValueError(
                 f"extra_args[{name!r}]: names that begin with {OURS!r} are where a request's block "
-                "goes; take another."
+                "goes; take another name."
             )
     with refusals():
         return SamplingParams(**named)
