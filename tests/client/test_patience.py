@@ -21,7 +21,8 @@ from nnsight_core.wire.messages import DoneMessage, EndedMessage, FinishedMessag
 FINISHED = FinishedMessage(key="0", output=RequestOutput(request_id="0", finished=True)).frame()
 ANSWER = join([FINISHED, DoneMessage().frame()])
 OK = f"HTTP/1.1 200 OK\r\nContent-Type: {MEDIA_TYPE}\r\nContent-Length: {len(ANSWER)}\r\n\r\n"
-TREE = '{"protocol": 1, "sampling": [], "tree": {"model": "m", "engine": "e", "modules": {"": {"cls": "M"}}}}'
+MODULES = '{"model": "m", "engine": "e", "modules": {"": {"cls": "M"}}}'
+TREE = f'{{"protocol": 1, "sampling": [], "tree": {MODULES}}}'
 
 
 def busy(status: int = 429, *headers: str) -> bytes:
