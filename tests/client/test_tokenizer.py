@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import httpx
 import pytest
 import torch
@@ -93,11 +96,13 @@ def test_without_either_it_says_both(monkeypatch):
     assert "No server answers" in both.value.__notes__[0]
 
 
-def test_the_route_gives_one_frame_and_says_what_it_is(server_url):
+def test_the_route_gives_one_frame_and_says_what_it_is(server_url, gpt2_path):
     answer = httpx.get(f"{server_url}/v1/tokenizer")
     files = files_of(read_frame(answer.content))
     assert {"tokenizer.json", "tokenizer_config.json"} <= files.keys()
-    assert b"Cached" not in files["tokenizer_config.json"]
+    own = json.loads((Path(gpt2_path) / "tokenizer_config.json").read_text())
+    named = json.loads(files["tokenizer_config.json"])["tokenizer_class"]
+    assert named == own["tokenizer_class"]
     tag = answer.headers["etag"]
     assert answer.headers["content-type"] == MEDIA_TYPE and tag == f'"{digest_of(files)}"'
     again = httpx.get(f"{server_url}/v1/tokenizer", headers={"If-None-Match": tag})

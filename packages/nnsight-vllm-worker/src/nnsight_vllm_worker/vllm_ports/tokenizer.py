@@ -1,13 +1,12 @@
 """The tokenizer of an engine, as files.
 
-Relies on (vLLM 0.26.0 and 0.27.1): `get_tokenizer` of an `AsyncLLM`, and that what it gives is a
-copy of transformers' own tokenizer, of a class derived from its class and named `Cached...`
-(`vllm/tokenizers/hf.py`). Nobody else could load what is saved under that name.
+Relies on (vLLM 0.26.0 and 0.27.1): `get_tokenizer` of an `AsyncLLM`, and that what it gives holds
+all that transformers' own tokenizer does, while its class is one that vLLM derives from that one's
+(`vllm/tokenizers/hf.py`). Nobody else could load what is saved under the name of such a class.
 """
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,9 @@ def files_of(llm: Any) -> dict[str, bytes]:
         raise NotSupportedError(
             f"The engine has no tokenizer that can be handed out ({type(found).__name__})."
         )
-    plain = copy.copy(found)
-    if type(found).__name__.startswith("Cached"):
-        plain.__class__ = type(found).__mro__[1]
+    own = next(cls for cls in type(found).__mro__ if not cls.__module__.startswith("vllm."))
+    plain = own.__new__(own)
+    vars(plain).update(vars(found))
     with tempfile.TemporaryDirectory() as folder:
         plain.save_pretrained(folder)
         saved = sorted(Path(folder).iterdir())
