@@ -30,7 +30,7 @@ def files_of(llm: Any) -> dict[str, bytes]:
         raise NotSupportedError(
             f"The engine has no tokenizer that can be handed out ({type(found).__name__})."
         )
-    own = next(cls for cls in type(found).__mro__ if not cls.__module__.startswith("vllm."))
+    own: Any = next(cls for cls in type(found).__mro__ if not cls.__module__.startswith("vllm."))
     plain = own.__new__(own)
     vars(plain).update(vars(found))
     with tempfile.TemporaryDirectory() as folder:
