@@ -66,7 +66,7 @@ def test_the_environment_wins(file, monkeypatch):
     # The key of the file is shown to the server of the file alone.
     monkeypatch.delenv("NNSIGHT_API_KEY")
     assert configured().api_key is None
-    monkeypatch.setenv("NNSIGHT_SERVER", URL)
+    monkeypatch.setenv("NNSIGHT_SERVER", f"{URL}/")
     assert configured().api_key == "of the file"
 
 

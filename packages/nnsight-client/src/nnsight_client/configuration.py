@@ -72,7 +72,8 @@ def configured() -> Configuration:
     named = os.environ.get(SERVER, "").strip()
     if named:
         # The key that stands in the file is shown to the server that stands there, and no other.
-        server, api_key = named, api_key if named == server else None
+        same = server is not None and named.rstrip("/") == server.rstrip("/")
+        server, api_key = named, api_key if same else None
     if not server:
         raise ValueError(
             f"remote=True needs a server: set {SERVER} (and {API_KEY}), or call "
