@@ -26,7 +26,7 @@ from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, DEAD, Output
 from nnsight_vllm_worker.requests import handles_of
 from nnsight_vllm_worker.settings import apply
 from nnsight_vllm_worker.submission import Carried, Request
-from nnsight_vllm_worker.vllm_ports import async_startup, incoming, metrics, startup
+from nnsight_vllm_worker.vllm_ports import async_startup, incoming, metrics, startup, tokenizer
 
 
 class AsyncEngine:
@@ -216,6 +216,14 @@ class AsyncEngine:
     def metrics(self) -> Any:
         """vLLM's own, as a registry of Prometheus's client."""
         return metrics.registry()
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files of its tokenizer, by name.
+
+        Raises:
+            NotSupportedError: it has none of transformers'.
+        """
+        return tokenizer.files_of(self.llm)
 
     async def close(self) -> None:
         """End the engine and its processes."""

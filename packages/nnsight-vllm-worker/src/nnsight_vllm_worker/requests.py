@@ -16,13 +16,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from nnsight_core.code import compile_block
+from nnsight_core.current import current_run
 from nnsight_core.effects import Effects
 from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError, SaveLimitError
 from nnsight_core.keeps import Keeper, Keeps
 from nnsight_core.locations import RESULT, STEP
 from nnsight_core.lowering import Lowered
 from nnsight_core.node import Root
-from nnsight_core.run import Run, current_run
+from nnsight_core.run import Run
 from nnsight_core.watch import Watch
 from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import encode_ended, encode_saved

@@ -4,7 +4,18 @@ from fastapi import APIRouter, Depends
 
 from nnsight_serve.access import check_key
 from nnsight_serve.refusals import refusals
-from nnsight_serve.routes import edits, health, kept, load, metrics, model, openai, page, trace
+from nnsight_serve.routes import (
+    edits,
+    health,
+    kept,
+    load,
+    metrics,
+    model,
+    openai,
+    page,
+    tokenizer,
+    trace,
+)
 
 open_routes = APIRouter()
 for part in (health, metrics, page):
@@ -13,7 +24,7 @@ for part in (health, metrics, page):
 keyed_routes = APIRouter(
     prefix="/v1", dependencies=[Depends(check_key)], responses=refusals(401, 503)
 )
-for part in (model, trace, edits, kept, load, openai):
+for part in (model, tokenizer, trace, edits, kept, load, openai):
     keyed_routes.include_router(part.routes)
 
 __all__ = ["keyed_routes", "open_routes"]
