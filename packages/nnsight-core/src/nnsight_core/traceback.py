@@ -8,7 +8,7 @@ from types import CodeType, FrameType, TracebackType
 
 CALL = "<nnsight fn=>"
 """The file that the call of a function given as `fn=` seems to stand in."""
-_OURS = ("nnsight_core", "nnsight_vllm_worker")
+_OURS = ("nnsight_core", "nnsight_vllm_worker", "nnsight_serve")
 
 
 def user_traceback(traceback: TracebackType | None, block: CodeType) -> TracebackType | None:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from nnsight_serve.policy import POLICIES
 from nnsight_serve.refusals import Refused, answer
 from nnsight_serve.routes import keyed_routes, open_routes
 from nnsight_serve.settings import Settings
@@ -33,6 +34,7 @@ def create_app(settings: Settings) -> FastAPI:
                 block_timeout=settings.block_timeout,
                 keep_bytes=settings.keep_bytes,
                 keep_seconds=settings.keep_seconds,
+                policy=POLICIES[settings.policy][1],
             )
         except Exception as error:
             app.state.failure = error

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nnsight_core.errors import ProtocolError
+from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.wire.code import digest_of
 from nnsight_core.wire.data import Decoder
 from nnsight_core.wire.forms import tagged
@@ -36,10 +37,11 @@ class Trace:
     blobs: dict[str, Buffer] = field(default_factory=dict)
 
 
-def trace_of(frame: Frame) -> Trace:
+def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
     """The trace that a client's frame asks for.
 
     Raises:
+        PolicyError: the policy does not allow one of its blocks.
         ProtocolError: the frame is not well formed.
         TypeError: an unknown sampling argument, or a prompt of no known form.
     """
@@ -47,6 +49,8 @@ def trace_of(frame: Frame) -> Trace:
     if not message.invokes:
         raise ProtocolError("The trace has no invokes.")
     trace = Trace(blobs=_blobs(message, frame))
+    for data in message.blocks:
+        policy.check(data)
     blocks = [_carried(data, frame, trace.blobs) for data in message.blocks]
     for index, invoke in enumerate(message.invokes):
         if invoke.block is not None and not 0 <= invoke.block < len(blocks):

@@ -14,6 +14,7 @@ from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.errors import EngineDeadError
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.kept import KeptValues
+from nnsight_core.policy import TRUSTED_PATH
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_vllm_worker.async_requests import Requests, Running
@@ -37,6 +38,7 @@ class AsyncEngine:
         block_timeout: seconds that a block may run before it gives control back.
         keep_bytes: how much memory the values may take that blocks keep.
         keep_seconds: how long they stay.
+        policy: what blocks may do, as the import path of a `nnsight_core.policy.Policy`.
 
     Attributes:
         llm: vLLM's own object.
@@ -66,12 +68,13 @@ class AsyncEngine:
         block_timeout: float | None = BLOCK_TIMEOUT,
         keep_bytes: int = LIMIT,
         keep_seconds: float = SECONDS,
+        policy: str = TRUSTED_PATH,
     ) -> None:
         chosen = apply(arguments)
         self.loop = asyncio.get_running_loop()
         self._receiver = Receiver()
         limits = (block_timeout, keep_bytes, keep_seconds)
-        self._attaching = (self._receiver.address, pickle, *limits)
+        self._attaching = (self._receiver.address, pickle, *limits, policy)
         self._keep_seconds = keep_seconds
         self.kept = KeptValues(self)
         self._ledger = Ledger()

@@ -7,6 +7,7 @@ raises on the line in question.
 from __future__ import annotations
 
 import ast
+import builtins
 import linecache
 from collections.abc import Iterable, Iterator
 from types import CodeType, TracebackType
@@ -49,8 +50,13 @@ def frames_of(traceback: TracebackType | None) -> Iterator[FrameRecord]:
             filename=code.co_filename,
             line=line,
             function=code.co_name,
-            text=linecache.getline(code.co_filename, line).strip()[:200],
+            text="" if _guarded(frame) else linecache.getline(code.co_filename, line).strip()[:200],
         )
+
+
+def _guarded(traceback: TracebackType) -> bool:
+    """Whether a frame runs under a policy: the file that it names may be any of this machine's."""
+    return traceback.tb_frame.f_builtins is not vars(builtins)
 
 
 def traceback_of(frames: Iterable[FrameRecord]) -> TracebackType | None:
