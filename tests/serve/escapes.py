@@ -6,6 +6,17 @@ must not have. Beside each stands what the refusal says.
 
 from __future__ import annotations
 
+import functools
+import math
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional
+
+import nnsight_core
+
 PRIVATE = "is a private one"
 NAME = "begins with an underscore"
 NOT = "is not allowed"
@@ -15,7 +26,7 @@ LARGE = "is the most"
 ESCAPES: dict[str, tuple[str, str]] = {
     # -- walks over double underscores
     "class_of_a_tuple": ("x = ().__class__.__base__.__subclasses__()", PRIVATE),
-    "class_of_a_tensor": ("x = model[0].output.__class__", PRIVATE),
+    "class_of_a_tensor": ("x = layer.output.__class__", PRIVATE),
     "subclasses_of_tensor": ("x = torch.Tensor.__subclasses__()", PRIVATE),
     "mro": ("x = (1).__class__.__mro__", PRIVATE),
     "dict_of_a_module": ("x = torch.__dict__['load']", PRIVATE),
@@ -31,11 +42,11 @@ ESCAPES: dict[str, tuple[str, str]] = {
         PRIVATE,
     ),
     "self_of_a_builtin": ("x = print.__self__", PRIVATE),
-    "self_of_a_method": ("x = model[0].output.sum.__self__", PRIVATE),
+    "self_of_a_method": ("x = layer.output.sum.__self__", PRIVATE),
     "func_of_a_method": ("x = model.skip.__func__.__globals__", PRIVATE),
     "wrapped": ("x = torch.no_grad.__wrapped__", PRIVATE),
     "private_of_the_model": ("x = model._places.modules", PRIVATE),
-    "private_of_a_module": ("x = model[0]._path", PRIVATE),
+    "private_of_a_module": ("x = layer._path", PRIVATE),
     "private_of_torch": ("x = torch._C", PRIVATE),
     "torch_import": ("x = torch._dynamo", PRIVATE),
     "init_of_a_class": ("x = ValueError.__init__.__globals__", PRIVATE),
@@ -61,6 +72,7 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "guard_global": ("def f():\n    global _getattr_\nf()", NAME),
     "guard_called": ("x = _getattr_(model, '_places')", NAME),
     "debug": ("x = __debug__", NAME),
+    "save_name": ("def f():\n    return __nnsight_save__\nx = f().__self__", PRIVATE),
     "name_of_the_module": ("x = __name__", NAME),
     "spec_name": ("x = __spec__", NAME),
     # -- statements
@@ -96,7 +108,7 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "with_traceback": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e.with_traceback", NOT),
     "context_of_an_error": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e.__context__", PRIVATE),
     "object_of_an_error": ("try:\n    [].nothing\nexcept Exception as e:\n    x = e.obj", NOT),
-    "frame_back": ("x = model.f_back", NOT + "|no module|restricted"),
+    "frame_back": ("x = model.f_back", "no module"),
     # -- texts
     "format_method": ("x = '{0.__class__}'.format(model)", NOT),
     "format_map": ("x = '{a.__class__}'.format_map({'a': model})", NOT),
@@ -130,7 +142,7 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "memoryview": ("x = memoryview(b'a')", NOT),
     "bytearray": ("x = bytearray(10 ** 9)", NOT),
     "object": ("x = object()", NOT),
-    "super": ("x = super", "never|" + NOT),
+    "super": ("x = super()", NOT),
     "property": ("x = property(print)", NOT),
     "classmethod": ("x = classmethod(print)", NOT),
     "id_of_an_object": ("x = id(model)", NOT),
@@ -169,7 +181,7 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "torch_set_dtype": ("torch.set_default_dtype(torch.float64)", NOT),
     "torch_vmap": ("x = torch.vmap(print)", NOT),
     "torch_frombuffer": ("x = torch.frombuffer(b'aaaa', dtype=torch.uint8)", NOT),
-    "torch_as_strided": ("x = torch.as_strided(model[0].output, (9,), (1,))", NOT),
+    "torch_as_strided": ("x = torch.as_strided(layer.output, (9,), (1,))", NOT),
     "torch_empty": ("x = torch.empty(1000)", NOT),
     "nn_utils": ("x = nn.utils", NOT),
     "nn_modules": ("x = nn.modules.module.torch.load", NOT),
@@ -185,31 +197,31 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "core_sys": ("x = nnsight_core.sys", NOT),
     "core_run": ("x = nnsight_core.run.sys", NOT),
     # -- tensors
-    "tensor_numpy": ("x = model[0].output.numpy()", NOT),
-    "tensor_data": ("x = model[0].output.data", NOT),
-    "tensor_storage": ("x = model[0].output.untyped_storage()", NOT),
-    "tensor_share": ("model[0].output.share_memory_()", NOT),
-    "tensor_set": ("model[0].output.set_(model[2].weight)", NOT),
-    "tensor_resize": ("model[0].output.resize_(100)", NOT),
-    "tensor_as_strided": ("x = model[0].output.as_strided((100,), (1,))", NOT),
-    "tensor_data_ptr": ("x = model[0].output.data_ptr()", NOT),
-    "tensor_apply": ("model[0].output.apply_(print)", NOT),
-    "tensor_map": ("model[0].output.map_(model[0].output, print)", NOT),
-    "tensor_hook": ("model[0].output.register_hook(print)", NOT),
-    "tensor_grad_fn": ("x = model[0].output.grad_fn", NOT),
-    "tensor_subclass": ("x = model[0].output.as_subclass(torch.Tensor)", NOT),
-    "tensor_module_load": ("x = model[0].output.module_load", NOT),
-    "tensor_new": ("x = model[0].output.new(1000)", NOT),
-    "tensor_pin": ("x = model[0].output.pin_memory()", NOT),
-    "tensor_attribute": ("model[0].output.data = torch.ones(1)", NOT),
-    "tensor_out": ("torch.add(torch.ones(9), 1, out=model[0].output)", NOT),
-    "tensor_requires_grad": ("x = model[0].output.retain_grad", NOT),
+    "tensor_numpy": ("x = layer.output.numpy()", NOT),
+    "tensor_data": ("x = layer.output.data", NOT),
+    "tensor_storage": ("x = layer.output.untyped_storage()", NOT),
+    "tensor_share": ("layer.output.share_memory_()", NOT),
+    "tensor_set": ("layer.output.set_(other.weight)", NOT),
+    "tensor_resize": ("layer.output.resize_(100)", NOT),
+    "tensor_as_strided": ("x = layer.output.as_strided((100,), (1,))", NOT),
+    "tensor_data_ptr": ("x = layer.output.data_ptr()", NOT),
+    "tensor_apply": ("layer.output.apply_(print)", NOT),
+    "tensor_map": ("layer.output.map_(layer.output, print)", NOT),
+    "tensor_hook": ("layer.output.register_hook(print)", NOT),
+    "tensor_grad_fn": ("x = layer.output.grad_fn", NOT),
+    "tensor_subclass": ("x = layer.output.as_subclass(torch.Tensor)", NOT),
+    "tensor_module_load": ("x = layer.output.module_load", NOT),
+    "tensor_new": ("x = layer.output.new(1000)", NOT),
+    "tensor_pin": ("x = layer.output.pin_memory()", NOT),
+    "tensor_attribute": ("layer.output.data = torch.ones(1)", NOT),
+    "tensor_out": ("torch.add(torch.ones(9), 1, out=layer.output)", NOT),
+    "tensor_requires_grad": ("x = layer.output.retain_grad", NOT),
     # -- patching
     "patch_torch": ("torch.relu = print", NOT),
     "patch_a_function": ("def f():\n    pass\nf.a = 1", NOT),
     "patch_math": ("math.pi = 3", NOT),
     "patch_the_tracer": ("tracer.iter = 1", NOT),
-    "patch_the_model": ("model[0].weight = 1", NOT),
+    "patch_the_model": ("layer.weight = 1", NOT),
     "patch_an_error": ("ValueError.a = 1", NOT),
     "patch_by_a_target": ("(torch.relu, x) = (1, 2)", NOT),
     "patch_by_a_loop": ("for torch.relu in [1]:\n    pass", NOT),
@@ -219,10 +231,16 @@ ESCAPES: dict[str, tuple[str, str]] = {
     # -- the engine behind the model
     "model_by_a_text": ("x = model['_places']", NOT),
     "model_by_a_dunder_text": ("x = model['__class__']", NOT),
-    "engine_method": ("x = model.forward", "method|no module|" + NOT),
-    "engine_parameters": ("x = model.parameters", "method|no module|" + NOT),
-    "engine_state": ("x = model.load_state_dict", "method|no module|" + NOT),
-    "engine_get": ("x = model[0].get('a')", NOT + "|no module"),
+    "engine_forward": ("x = model.forward", "this method of every module"),
+    "engine_parameters": ("x = model.parameters", "this method of every module"),
+    "engine_state": ("x = model.load_state_dict", "this method of every module"),
+    "engine_hook": ("model.register_forward_hook(print)", "this method of every module"),
+    "engine_in_a_function": ("x = evil(model)", "this method of every module"),
+    "engine_weights": ("x = model.load_weights", NOT + "|no module"),
+    "engine_config": ("x = model.config", NOT + "|no module"),
+    "engine_places": ("x = model.get('a').nothing", "no module"),
+    "engine_by_inputs": ("x = layer.inputs[1].nothing", NOT),
+    "engine_get": ("x = layer.get('a')", NOT + "|no module"),
     # -- loops and sizes
     "loop_for_ever": ("while True:\n    pass", "ran for more than"),
     "loop_that_catches": (
@@ -285,8 +303,8 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "large_arange_by_a_step": ("x = torch.arange(0, 1, 1e-12)", LARGE),
     "large_linspace": ("x = torch.linspace(0, 1, 10 ** 12)", LARGE),
     "large_eye": ("x = torch.eye(10 ** 6)", LARGE),
-    "large_new": ("x = model[0].output.new_zeros(10 ** 12)", LARGE),
-    "large_repeat": ("x = model[0].output.repeat(10 ** 12)", LARGE),
+    "large_new": ("x = layer.output.new_zeros(10 ** 12)", LARGE),
+    "large_repeat": ("x = layer.output.repeat(10 ** 12)", LARGE),
     "large_tile": ("x = torch.tile(torch.ones(9), (10 ** 12,))", LARGE),
     "large_interleave": ("x = torch.repeat_interleave(torch.ones(9), 10 ** 12)", LARGE),
     "large_expand": ("x = torch.ones(1).expand(10 ** 12).clone()", LARGE),
@@ -306,5 +324,25 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "large_loop_over_a_tensor": ("x = list(torch.zeros(10 ** 8, dtype=torch.bool))", LARGE),
     "large_partial": ("x = large(10 ** 12)", LARGE),
     "large_by_a_path": ("x = zeros(10 ** 12)", LARGE),
-    "evil_function": ("x = evil(model)", NOT),
 }
+
+
+def evil(thing):
+    """A function of the user's that travels by its source."""
+    t = thing
+    return t.parameters
+
+
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "math": math,
+    "np": numpy,
+    "F": functional,
+    "nn": nn,
+    "nnsight_core": nnsight_core,
+    "zeros": torch.zeros,
+    "large": functools.partial(torch.zeros),
+    "evil": evil,
+}
+"""What the texts call by name, beside `model`, `layer` and `other` (two of its modules), `tracer`
+and `canary`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 from pathlib import Path
 from textwrap import indent
@@ -12,6 +13,7 @@ from torch import nn
 
 from nnsight_core import TorchModel
 from nnsight_core.backend import Invoke
+from nnsight_core.block_tracer import BLOCK_TRACER
 from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.run import Run
 from nnsight_core.wire.blocks import code_of, decode_names, encode_block, run_with
@@ -70,6 +72,25 @@ def run_of(
     )
     run = run_with(data, code, decode_names(data, decoder), 0, extra)
     run.limit = LIMIT
+    return run
+
+
+def forged(text: str, **names: Any) -> tuple[BlockData, CodeEncoder]:
+    """A block of this text as anybody can write it, past all that a front end looks at."""
+    encoder = CodeEncoder()
+    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    forms = {name: encoder.encode(value) for name, value in names.items() if name in used}
+    source = indent(text, "    ") + "\n"
+    return BlockData(source=source, filename="forged.py", line=2, function="f", names=forms), encoder
+
+
+def run_forged(model: TorchModel, text: str, **names: Any) -> Run:
+    """Run a block of this text on a small model, as a worker does; gives its run."""
+    data, encoder = forged(text, model=model, tracer=BLOCK_TRACER, **names)
+    run = run_of(data, model, RESTRICTED, encoder.buffers, encoder)
+    backend: Any = model._backend
+    backend._run(Invoke(X, {}), run)
+    backend.interleaver.drop(run)
     return run
 
 

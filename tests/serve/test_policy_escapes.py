@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import os
 import re
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn, zeros
 
-import nnsight_core
-from tests.serve.escapes import ESCAPES
-from tests.serve.restricted import small_model, trace
+from nnsight_core.block_tracer import BLOCK_TRACER
+from nnsight_core.errors import BlockTimeout, LocationError, PolicyError
+from tests.serve.escapes import ESCAPES, NAMES
+from tests.serve.restricted import RESTRICTED, forged, run_forged, small_model
 
-VARIABLE = "NNSIGHT_TEST_CANARY"
-
-
-def evil(thing):
-    t = thing
-    return t.parameters
-
-
-large = functools.partial(torch.zeros)
-NAMES = {
-    **{"torch": torch, "math": math, "np": np, "F": F, "nn": nn, "nnsight_core": nnsight_core},
-    **{"zeros": zeros, "large": large, "evil": evil},
-}
+EXPECTED = (PolicyError, BlockTimeout, LocationError, RecursionError, TypeError, ZeroDivisionError)
 
 
 @pytest.fixture(scope="module")
@@ -37,35 +21,43 @@ def model():
     return small_model()
 
 
+def attempt(model, text, canary):
+    """Run a block; raises what it ended with."""
+    names = {**NAMES, "layer": model[0], "other": model[2], "canary": str(canary)}
+    run = run_forged(model, text, **names)
+    if run.error is not None:
+        raise run.error
+
+
 @pytest.mark.parametrize("name", ESCAPES)
 def test_a_way_out_is_closed(model, tmp_path, name):
     text, says = ESCAPES[name]
-    canary = tmp_path / "canary"
-    environment = dict(os.environ)
-    with pytest.raises(BaseException) as raised:
-        trace(model, text, tmp_path, canary=str(canary), **NAMES)
-    error = raised.value
-    assert re.search(says, str(error)), f"{type(error).__name__}: {error}"
-    assert isinstance(error, EXPECTED), type(error)
+    canary, environment = tmp_path / "canary", dict(os.environ)
+    with pytest.raises(EXPECTED, match=says) as raised:
+        attempt(model, text, canary)
+    assert type(raised.value) in EXPECTED
     assert not canary.exists() and dict(os.environ) == environment
+    attempt(model, "x = (layer.output * 2).sum()", canary)
 
 
-EXPECTED = (
-    nnsight_core.PolicyError,
-    nnsight_core.BlockTimeout,
-    nnsight_core.LocationError,
-    RecursionError,
-    TypeError,
-    ZeroDivisionError,
-)
+def test_without_the_policy_there_are_ways_out(tmp_path):
+    canary = tmp_path / "canary"
+    from nnsight_core.policy import TRUSTED
+    from tests.serve.restricted import run_of
+
+    data, _ = forged("import os\nos.environ.get('A')\nopen(canary, 'w').close()", canary=str(canary))
+    root = small_model(TRUSTED)
+    run = run_of(data, root, TRUSTED)
+    root._backend._run(__import__("nnsight_core").backend.Invoke(torch.ones(1, 2), {}), run)
+    assert run.error is None and canary.exists()
 
 
-def test_after_all_of_them_blocks_run_as_before(model, tmp_path):
-    found = trace(model, "x = (model[0].output * 2).save()", tmp_path)
-    assert torch.equal(found["x"], 2 * model._module[0](torch.ones(1, 2))) if hasattr(
-        model, "_module"
-    ) else found["x"].shape == (1, 2)
+@pytest.mark.parametrize("name", [n for n, (_, says) in ESCAPES.items() if "private" in says])
+def test_what_the_text_shows_is_refused_before_anything_runs(name):
+    data, _ = forged(ESCAPES[name][0], tracer=BLOCK_TRACER)
+    with pytest.raises(PolicyError, match=r"^forged\.py:\d+: "):
+        RESTRICTED.check(data)
 
 
 def test_there_are_many():
-    assert len(ESCAPES) >= 100
+    assert len(ESCAPES) >= 100 and all(re.compile(says) for _, says in ESCAPES.values())
