@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.fixtures.served import SERVED, Served
+
 if TYPE_CHECKING:
     from nnsight_core import TorchModel
     from nnsight_vllm_worker import VLLM
@@ -42,6 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where there is a GPU, the worker's tests run on it and are marked so (`make test-gpu`)."""
     import torch
 
+    if SERVED:
+        items[:] = [item for item in items if item.get_closest_marker("local") is None]
     if torch.cuda.is_available():
         for item in items:
             if {"worker", "processes"} & set(item.path.parts):
@@ -81,7 +85,7 @@ def smollm2_path() -> str:
     return _prepare("smollm2")
 
 
-def _engine(path: str, **arguments: Any) -> VLLM:
+def _engine(path: str, **arguments: Any) -> Any:
     import torch
 
     from nnsight_vllm_worker import VLLM
@@ -97,10 +101,12 @@ def _engine(path: str, **arguments: Any) -> VLLM:
     else:
         arguments = {"enforce_eager": True, **arguments}
     settings = {"dtype": "float32", "max_model_len": 256, "seed": 0, **arguments}
+    if SERVED:
+        return Served(path, **settings)
     return VLLM(path, dispatch=True, **settings)
 
 
-def _compiled(path: str, **arguments: Any) -> VLLM:
+def _compiled(path: str, **arguments: Any) -> Any:
     """An engine as vLLM builds it by default: compiled, on a GPU with CUDA graphs."""
     import torch
 
@@ -111,7 +117,7 @@ def _compiled(path: str, **arguments: Any) -> VLLM:
         return _engine(path, enforce_eager=False, compilation_config=graphs, **arguments)
 
 
-def _small_engine(name: str) -> VLLM:
+def _small_engine(name: str) -> Any:
     # Blocks for a few hundred short requests at once; the space set above is a gibibyte per engine.
     return _engine(_prepare(name), num_gpu_blocks_override=300)
 

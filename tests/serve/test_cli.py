@@ -19,7 +19,7 @@ def test_flags_that_are_not_given_stay_vllms_business():
     settings = read("some/model")
     assert settings.model == "some/model" and settings.engine == {}
     assert (settings.host, settings.port) == ("127.0.0.1", 6677)
-    assert settings.max_body == MAX_BODY and settings.api_key is None
+    assert settings.max_body == MAX_BODY and settings.api_keys == {}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,18 @@ def test_help_begins_with_ours(capsys):
 def test_the_key_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("NNSIGHT_API_KEY", "secret")
     settings = read("m")
-    assert settings.api_key == "secret" and "secret" not in repr(settings)
-    assert read("m", "--api-key", "other").api_key == "other"
+    assert settings.api_keys == {"default": "secret"} and "secret" not in repr(settings)
+    assert read("m", "--api-key", "other==").api_keys == {"key1": "other=="}
+
+
+def test_keys_have_names():
+    keys = read(
+        "m", "--api-key", "ann:one", "--api-key", "ben:two:x", "--api-key", "three"
+    ).api_keys
+    assert keys == {"ann": "one", "ben": "two:x", "key3": "three"}
+    for wrong, says in (("ann:", "empty"), (":x", "empty"), ("", "empty"), ("ann:2", "'ann'")):
+        with pytest.raises(ValueError, match=says):
+            read("m", "--api-key", "ann:one", "--api-key", wrong)
 
 
 def test_a_port_that_is_taken_is_said_before_the_engine_is_built(capsys):

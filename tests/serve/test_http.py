@@ -7,7 +7,6 @@ import struct
 
 import httpx
 import pytest
-import torch
 
 from nnsight_core.backend import Invoke
 from nnsight_core.errors import ProtocolError
@@ -137,8 +136,7 @@ def test_a_content_under_another_name_is_refused(http):
 
     encoder = TraceEncoder(lambda: None)
     encoder.add(Invoke(PROMPT, {"max_tokens": 1}))
-    encoder._message.blobs["0" * 40] = 0
-    encoder._buffers.append(bytes(torch.zeros(64).numpy().data))
+    encoder.blobs["0" * 40] = bytes(64)
     answer = http.post("/v1/trace", content=encoder.frame().to_bytes())
     assert answer.status_code == 400
     assert "is not the content" in answer.json()["error"]["message"]

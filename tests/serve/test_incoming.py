@@ -9,6 +9,7 @@ from nnsight_core.wire.code import digest_of
 from nnsight_core.wire.frames import read_frame
 from nnsight_core.wire.messages import BlockData, BlockMessage, InvokeData, TraceMessage, expect
 from nnsight_serve.incoming import trace_of
+from nnsight_serve.uploads import Missing, Uploads
 from nnsight_vllm_worker.requests import EXTRA
 
 CONTENT = b"the content of a large tensor"
@@ -62,8 +63,7 @@ def test_contents_go_apart_from_the_blocks_that_name_them():
         ({"0" * 40: 0}, {}, "is not the content"),
         ({digest_of(b"another"): 0}, {}, "is not the content"),
         ({digest_of(CONTENT): 1}, {}, "no index"),
-        ({}, {"x": tensor(h=digest_of(CONTENT))}, "did not come"),
-        ({}, {"x": tensor(h=[])}, "did not come"),
+        ({}, {"x": tensor(h=[])}, "named by a text"),
         ({}, {"x": tensor(b=1)}, "no index"),
         ({}, {"x": tensor(b=-1)}, "no index"),
         ({}, {"x": tensor(b=True)}, "no index"),
@@ -93,5 +93,27 @@ def test_what_is_wrong_with_one_invoke_is_left_to_it():
 def test_a_client_cannot_slip_in_a_block_of_its_own_making():
     sampling = {"extra_args": {"$": "dict", "k": [EXTRA], "v": ["x"]}}
     message = TraceMessage(invokes=[InvokeData(prompt="a", sampling=sampling)])
-    with pytest.raises(ProtocolError, match=EXTRA):
-        trace_of(message.frame())
+    refused = trace_of(message.frame()).refused[0]
+    assert type(refused) is ValueError and repr(EXTRA) in str(refused)
+
+
+def test_contents_that_neither_came_nor_are_here_are_asked_for():
+    digest, other = digest_of(CONTENT), digest_of(b"other")
+    names = {"x": tensor(h=digest), "y": tensor(h=other)}
+    message = TraceMessage(
+        invokes=[InvokeData(prompt="a", block=0)], blocks=[block(**names)], blobs={digest: 0}
+    )
+    asked = trace_of(message.frame([CONTENT]))
+    uploads = Uploads(len(CONTENT))
+    with pytest.raises(Missing) as raised:
+        uploads.take(asked.needs, asked.blobs)
+    assert raised.value.digests == [other] and uploads.bytes == 0
+    assert uploads.take([digest], asked.blobs) == uploads.take([digest], {}) == {digest: CONTENT}
+    # Only so much stays: the other one takes its place.
+    uploads.take([other], {other: b"other"})
+    with pytest.raises(Missing):
+        uploads.take([digest], {})
+    assert uploads.bytes == 5
+    # What is larger than all that may stay passes through.
+    large = bytes(len(CONTENT) + 1)
+    assert uploads.take(["large"], {"large": large}) == {"large": large} and uploads.bytes == 5

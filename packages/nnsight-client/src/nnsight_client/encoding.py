@@ -1,20 +1,23 @@
-"""Invokes as the one frame that asks a server to run them."""
+"""Invokes and edits as the one frame that asks a server for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import orjson
 
-from nnsight_core.backend import Invoke
+from nnsight_core.backend import EditSpec, Invoke
 from nnsight_core.errors import EncodeError
+from nnsight_core.kept import Kept, KeptValues
 from nnsight_core.wire.blocks import encode_block
 from nnsight_core.wire.code import CodeEncoder
 from nnsight_core.wire.data import Encoder, Json
 from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Buffer, Frame
-from nnsight_core.wire.messages import BlockData, InvokeData, TraceMessage
+from nnsight_core.wire.messages import BlockData, InstallMessage, InvokeData, TraceMessage
+
+LORA = ("lora_name", "lora_int_id", "lora_path")
 
 
 class TraceEncoder:
@@ -22,6 +25,11 @@ class TraceEncoder:
 
     Args:
         tokenizer: gives the model's tokenizer if this process has loaded it.
+        kept: the values that stay on the server's engine; None refuses none.
+
+    Attributes:
+        blobs: the bytes of the large tensors that the blocks need, by content.
+        handles: the kept values that they use, to be held until the server has read them.
 
     Example:
         >>> encoder = TraceEncoder(lambda: None)
@@ -29,36 +37,76 @@ class TraceEncoder:
         >>> frame = encoder.frame()
     """
 
-    def __init__(self, tokenizer: Callable[[], Any]) -> None:
+    def __init__(self, tokenizer: Callable[[], Any], kept: KeptValues | None = None) -> None:
+        self.blobs: dict[str, Buffer] = {}
+        self.handles: list[Kept] = []
         self._tokenizer = tokenizer
-        self._message = TraceMessage(invokes=[])
+        self._kept = kept
+        self._invokes: list[InvokeData] = []
+        self._blocks: list[BlockData] = []
         self._buffers: list[Buffer] = []
-        self._known: dict[Any, int] = {}
+        self._known: dict[Any, int | None] = {}
+        self._same: dict[Any, int] = {}
 
     def add(self, invoke: Invoke) -> None:
         """Add an invoke.
 
         Raises:
             EncodeError: its prompt, a sampling argument or a name of its block cannot be shipped.
+            KeptError: it uses a kept value that is not on that server.
         """
-        encoder = CodeEncoder(pickle=False, tokenizer=self._tokenizer())
-        data = encode_block(invoke, encoder)
+        block = self.block(invoke)
         prompt = invoke.prompt
         if isinstance(prompt, Mapping):  # a tokenizer's output is a mapping, but no dict
             prompt = dict(prompt)
         entry = InvokeData(
             prompt=self._plain(prompt, "The prompt"),
             sampling={
-                name: self._plain(value, f"The sampling argument {name!r}")
+                name: self._plain(_sendable(name, value), f"The sampling argument {name!r}")
                 for name, value in invoke.sampling.items()
             },
-            block=None if data is None else self._block(data, encoder),
+            block=block,
+            edits=invoke.edits,
         )
-        self._message.invokes.append(entry)
+        self._invokes.append(entry)
 
-    def frame(self) -> Frame:
-        """The message with everything added so far."""
-        return self._message.frame(self._buffers)
+    def block(self, invoke: Invoke) -> int | None:
+        """Add the block of an invoke, if it has one; its index."""
+        sign = invoke.sign()
+        if sign not in self._known:
+            encoder = CodeEncoder(pickle=False, tokenizer=self._tokenizer())
+            data = encode_block(invoke, encoder)
+            if self._kept is not None:
+                self._kept.check(encoder.handles)
+            self._known[sign] = None if data is None else self._put(data, encoder)
+        return self._known[sign]
+
+    def frame(self, without: Collection[str] = (), **about: Any) -> Frame:
+        """The message with everything added so far.
+
+        Args:
+            without: contents that the server has.
+            **about: the other fields of the message.
+        """
+        blobs, buffers = self._sent(without)
+        message = TraceMessage(invokes=self._invokes, blocks=self._blocks, blobs=blobs, **about)
+        return message.frame(buffers)
+
+    def install(self, edit: EditSpec, owner: str, without: Collection[str] = ()) -> Frame:
+        """The message that asks for an edit, whose block was added."""
+        blobs, buffers = self._sent(without)
+        about = {"name": edit.name, "share": edit.share, "ttl": edit.ttl, "owner": owner}
+        return InstallMessage(block=self._blocks[0], blobs=blobs, **about).frame(buffers)
+
+    def _sent(self, without: Collection[str]) -> tuple[dict[str, int], list[Buffer]]:
+        """Which buffers the large tensors are, and all buffers."""
+        blobs: dict[str, int] = {}
+        buffers = list(self._buffers)
+        for digest, content in self.blobs.items():
+            if digest not in without:
+                blobs[digest] = len(buffers)
+                buffers.append(content)
+        return blobs, buffers
 
     def _plain(self, value: Any, what: str) -> Json:
         encoder = Encoder()
@@ -73,16 +121,15 @@ class TraceEncoder:
         self._take(form, encoder.buffers)
         return form
 
-    def _block(self, data: BlockData, encoder: CodeEncoder) -> int:
-        for digest, content in encoder.blobs.items():
-            if digest not in self._message.blobs:
-                self._message.blobs[digest] = len(self._buffers)
-                self._buffers.append(content)
+    def _put(self, data: BlockData, encoder: CodeEncoder) -> int:
+        self.blobs.update(encoder.blobs)
+        self.handles += encoder.handles
+        # Bodies that were captured one by one may say the same.
         same = (orjson.dumps(data.model_dump()), tuple(bytes(b) for b in encoder.buffers))
-        index = self._known.setdefault(same, len(self._message.blocks))
-        if index == len(self._message.blocks):
+        index = self._same.setdefault(same, len(self._blocks))
+        if index == len(self._blocks):
             self._take(data.names, encoder.buffers)
-            self._message.blocks.append(data)
+            self._blocks.append(data)
         return index
 
     def _take(self, form: Json, buffers: list[Buffer]) -> None:
@@ -92,3 +139,12 @@ class TraceEncoder:
             if "b" in part:
                 part["b"] += first
         self._buffers += buffers
+
+
+def _sendable(name: str, value: Any) -> Any:
+    """A sampling argument as data; vLLM's own `LoRARequest` becomes what it is made of."""
+    if name == "lora_request" and all(hasattr(value, part) for part in LORA):
+        return dict(
+            zip(("name", "id", "path"), (getattr(value, part) for part in LORA), strict=True)
+        )
+    return value

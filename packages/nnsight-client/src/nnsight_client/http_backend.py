@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import socket
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
+from nnsight_client.asked import Asked
+from nnsight_client.connection import connect, near, speaking, thinking
 from nnsight_client.encoding import TraceEncoder
-from nnsight_client.refusals import error_of, no_server, other_version
-from nnsight_core.backend import Event, Finished, Invoke
-from nnsight_core.errors import ProtocolError
+from nnsight_client.refusals import error_of, missing_in, no_server, other_version, refusal_in
+from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
+from nnsight_core.edits import owner
+from nnsight_core.errors import NNsightError
+from nnsight_core.kept import Kept, KeptValues
 from nnsight_core.tree import ModelTree
-from nnsight_core.wire.blocks import check_block, decode_event, known_errors
+from nnsight_core.wire.blocks import check_block
 from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader
-from nnsight_core.wire.messages import DoneMessage, read_message
-
-CONNECT = 10.0
-"""Seconds in which a server must be reached. It may then think for as long as it likes."""
 
 
 class HttpBackend:
-    """Runs invokes on an nnsight server. See `nnsight_core.Backend`.
+    """Runs invokes on an nnsight server. See `nnsight_core.Backend` and `EditBackend`.
 
     Args:
         url: the server's address, such as `http://127.0.0.1:6677`.
         api_key: the key that it wants, if it wants one.
         tokenizer: gives the model's tokenizer if this process has loaded it.
         tree: gives the model's tree if it is known here.
+
+    Attributes:
+        kept: what blocks kept on the server's engine for this process.
+        held: contents of large tensors that the server has, as far as is known.
 
     Raises:
         ValueError: `url` is no address.
@@ -44,35 +45,51 @@ class HttpBackend:
         tree: Callable[[], ModelTree | None] = lambda: None,
     ) -> None:
         self.url = url.rstrip("/")
+        self.kept = KeptValues(self)
+        self.held: set[str] = set()
         self._tokenizer = tokenizer
         self._tree = tree
-        self._http = _connection(self.url, api_key)
+        self._http = connect(self.url, api_key)
+        # What edits use stays as long as they do.
+        self._of_edits: dict[str, list[Kept]] = {}
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
-        encoder = TraceEncoder(self._tokenizer)
-        sent: list[int] = []
-        for index, invoke in enumerate(invokes):
-            try:
-                check_block(invoke, self._tree())
-                encoder.add(invoke)
-            except Exception as error:
-                # With one invoke there is nothing that its error could take along.
-                if len(invokes) == 1 or isinstance(error, TypeError):
-                    raise
-                yield Finished(index, None, error)
-            else:
-                sent.append(index)
-        if not sent:
+        asked = self.asked(invokes)
+        yield from asked.refused
+        if not asked.sent:
             return
-        for frame in self._frames(encoder.frame()):
-            message = read_message(frame)
-            if isinstance(message, DoneMessage):
+        about = self.about()
+        contents = set(asked.encoder.blobs)
+        for frame in self._frames(lambda held: asked.encoder.frame(held, **about), contents):
+            yield from asked.events(frame)
+            if asked.done:
                 return
-            index = self._index(getattr(message, "key", ""), sent)
-            yield decode_event(message, frame, index, known_errors(invokes[index]))
-        raise ProtocolError(
-            f"The server at {self.url} stopped before it had said everything. Its log says why."
-        )
+        asked.end()
+
+    def install(self, edit: EditSpec) -> EditInfo:
+        encoder = self.encoded(edit)
+
+        def ask(without: set[str]) -> httpx.Response:
+            content = encoder.install(edit, owner(), without).to_bytes()
+            headers = {"Content-Type": MEDIA_TYPE}
+            return self._http.post(
+                "/v1/edits", content=content, headers=headers, timeout=thinking()
+            )
+
+        with speaking(self.url):
+            answer = ask(self.held)
+            if missing_in(answer) is not None:
+                self.held -= set(encoder.blobs)
+                answer = ask(self.held)
+        return self.installed(answer, edit, encoder)
+
+    def clear(self, ids: list[str] | None) -> None:
+        params = {} if ids is None else {"id": ids}
+        self._ask("DELETE", "/v1/edits", params=params)
+        self.cleared(ids)
+
+    def edits(self) -> list[EditInfo]:
+        return _infos(self._ask("GET", "/v1/edits").json())
 
     def describe(self) -> ModelTree:
         """The tree of the model that is served.
@@ -80,10 +97,7 @@ class HttpBackend:
         Raises:
             ProtocolError: no nnsight server answers, or one of another version.
         """
-        with self._speaking():
-            response = self._http.get("/v1/model")
-        if not response.is_success:
-            raise error_of(response, self.url)
+        response = self._ask("GET", "/v1/model")
         try:
             answer = response.json()
             version = answer["protocol"]
@@ -93,79 +107,116 @@ class HttpBackend:
             raise other_version(self.url, version)
         return ModelTree.model_validate(answer["tree"])
 
+    def let_go(self, ids: list[str], why: str) -> None:
+        """Let kept values go. See `nnsight_core.kept.Holder`."""
+        self._ask("POST", "/v1/kept/free", json={"ids": ids, "why": why})
+
+    def list_kept(self) -> list[tuple[str, int, float]]:
+        """The kept values of this process that are there. See `nnsight_core.kept.Holder`."""
+        known = {handle.id for handle in self.kept.handles()}
+        rows = self._ask("GET", "/v1/kept").json()["kept"]
+        return [(row["id"], row["bytes"], row["age"]) for row in rows if row["id"] in known]
+
     def close(self) -> None:
+        try:
+            self.kept.flush()
+        except NNsightError:
+            pass  # a server that is gone keeps nothing
+        self.kept.close()
         self._http.close()
 
-    def _frames(self, frame: Frame) -> Iterator[Frame]:
-        """Send a frame; the frames that come back, as they come."""
-        parts = frame.parts()
-        headers = {
-            "Content-Type": MEDIA_TYPE,
-            "Content-Length": str(sum(memoryview(part).nbytes for part in parts)),
-        }
+    # -- shared with the backend for asyncio -------------------------------------------------------
+
+    def asked(self, invokes: list[Invoke]) -> Asked:
+        """Some invokes, encoded for this server."""
+        return Asked(invokes, self.url, self._tokenizer, self._tree(), self.kept)
+
+    def about(self) -> dict[str, Any]:
+        """What a trace tells the server besides its invokes."""
+        return {"freed": self.kept.ended(), "zstd": not near(self.url)}
+
+    def encoded(self, edit: EditSpec) -> TraceEncoder:
+        """The block of an edit, encoded for this server."""
+        check_block(edit.invoke, self._tree())
+        encoder = TraceEncoder(self._tokenizer, self.kept)
+        encoder.block(edit.invoke)
+        return encoder
+
+    def installed(self, answer: httpx.Response, edit: EditSpec, encoder: TraceEncoder) -> EditInfo:
+        """The edit that a server has installed.
+
+        Raises:
+            Exception: it was refused.
+        """
+        refusal = refusal_in(answer, edit.invoke)
+        if refusal is not None:
+            raise refusal
+        if not answer.is_success:
+            raise error_of(answer, self.url)
+        info = EditInfo.model_validate(answer.json())
+        self.held |= set(encoder.blobs)
+        self._of_edits[info.id] = encoder.handles
+        return info
+
+    def cleared(self, ids: list[str] | None) -> None:
+        """Edits were cleared, or all."""
+        for id in list(self._of_edits) if ids is None else ids:
+            self._of_edits.pop(id, None)
+
+    def _ask(self, method: str, path: str, **what: Any) -> httpx.Response:
+        with speaking(self.url):
+            response = self._http.request(method, path, **what)
+        if not response.is_success:
+            raise error_of(response, self.url)
+        return response
+
+    def _frames(self, make: Callable[[set[str]], Frame], blobs: set[str]) -> Iterator[Frame]:
+        """Send what is made; the frames that come back, as they come.
+
+        Args:
+            make: gives the frame to send, without the contents that the server has.
+            blobs: the contents that it needs.
+        """
         reader = FrameReader()
-        with self._speaking():
-            request = self._http.stream(
-                "POST",
-                "/v1/trace",
-                content=(bytes(part) for part in parts),
-                headers=headers,
-            )
-            with request as response:
-                if not response.is_success:
-                    response.read()
-                    raise error_of(response, self.url)
-                kind = response.headers.get("content-type", "")
-                if kind != MEDIA_TYPE:
-                    raise no_server(self.url, f"it answers a trace with {kind or 'nothing'}")
-                for chunk in response.iter_raw():
-                    yield from reader.feed(chunk)
-                reader.end()
-
-    def _index(self, key: str, sent: list[int]) -> int:
-        if key.isdecimal() and int(key) < len(sent):
-            return sent[int(key)]
-        raise ProtocolError(f"The server at {self.url} speaks of an invoke {key[:40]!r}.")
-
-    @contextmanager
-    def _speaking(self) -> Iterator[None]:
-        """What goes wrong between here and the server is a `ProtocolError`."""
-        try:
-            yield
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ProtocolError(
-                f"No server answers at {self.url} ({error}). Start one with `nnsight-serve MODEL`, "
-                "or correct the address."
-            ) from error
-        except httpx.TransportError as error:
-            raise ProtocolError(
-                f"The connection to {self.url} broke: {error or type(error).__name__}. Either the "
-                "server ended, or it is no nnsight server."
-            ) from error
+        for _ in range(2):
+            parts, headers = sendable(make(self.held), near(self.url))
+            with speaking(self.url):
+                request = self._http.stream(
+                    "POST", "/v1/trace", content=iter(parts), headers=headers
+                )
+                with request as response:
+                    if not response.is_success:
+                        response.read()
+                        if missing_in(response) is not None and self.held & blobs:
+                            self.held -= blobs
+                            continue
+                    check(response, self.url)
+                    self.held |= blobs
+                    for chunk in response.iter_raw():
+                        yield from reader.feed(chunk)
+                    reader.end()
+                    return
 
 
-def _connection(url: str, api_key: str | None) -> httpx.Client:
-    try:
-        address = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"{url!r} is no address of a server: {error}.") from None
-    if address.scheme not in ("http", "https") or not address.host:
-        raise ValueError(
-            f"{url!r} is no address of a server; one looks like http://127.0.0.1:6677."
-        )
-    headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
-    proxies = {} if urllib.request.proxy_bypass(address.host) else urllib.request.getproxies()
-    transport = httpx.HTTPTransport(
-        proxy=proxies.get(address.scheme) or proxies.get("all"), socket_options=_kept_alive()
-    )
-    timeout = httpx.Timeout(None, connect=CONNECT)
-    return httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
+def sendable(frame: Frame, near: bool) -> tuple[list[bytes], dict[str, str]]:
+    """A frame as the pieces of a body, and its headers."""
+    parts = [bytes(part) for part in frame.parts(compress=not near)]
+    headers = {"Content-Type": MEDIA_TYPE, "Content-Length": str(sum(map(len, parts)))}
+    return parts, headers
 
 
-def _kept_alive() -> list[tuple[int, int, int]]:
-    """Without a read timeout, only probes tell a server that thinks from a machine that is gone."""
-    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-    return options
+def check(response: httpx.Response, url: str) -> None:
+    """Refuse an answer that is no stream of frames; its body has been read if it is a refusal.
+
+    Raises:
+        Exception: what the server says is wrong, or that it is none.
+    """
+    if not response.is_success:
+        raise error_of(response, url)
+    kind = response.headers.get("content-type", "")
+    if kind != MEDIA_TYPE:
+        raise no_server(url, f"it answers a trace with {kind or 'nothing'}")
+
+
+def _infos(answer: Any) -> list[EditInfo]:
+    return [EditInfo.model_validate(info) for info in answer["edits"]]

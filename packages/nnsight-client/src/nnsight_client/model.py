@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from nnsight_core.errors import NotSupportedError
 from nnsight_core.model import Model
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class VLLM(Model):
         repo: the model's name or folder, for its tokenizer (and for an engine built here).
         serve: the server's address; a trace may name another.
         api_key: the key that the server wants.
+        mode: `sync`, or `async` for traces that are awaited or iterated over (`tracer.backend`).
         dispatch: build an engine in this process instead, which the worker package does.
         **engine_args: what that engine takes.
 
@@ -41,16 +43,18 @@ class VLLM(Model):
         *,
         serve: str | None = None,
         api_key: str | None = None,
+        mode: Literal["sync", "async"] = "sync",
         dispatch: bool = False,
         **engine_args: Any,
     ) -> None:
         for name in engine_args:
-            near = difflib.get_close_matches(name, ("serve", "api_key", "dispatch"), 1, 0.7)
+            near = difflib.get_close_matches(name, ("serve", "api_key", "mode", "dispatch"), 1, 0.7)
             if near and not dispatch:
                 raise TypeError(f"Unknown argument {name!r}. Did you mean {near[0]!r}?")
-        if engine_args.get("mode", "sync") not in ("sync", "async"):
-            raise ValueError(f"mode={engine_args['mode']!r}: it is 'sync' or 'async'.")
+        if mode not in ("sync", "async"):
+            raise ValueError(f"mode={mode!r}: it is 'sync' or 'async'.")
         super().__init__()
+        self._mode = mode
         self._repo = repo
         self._serve = serve
         self._api_key = api_key
@@ -59,7 +63,7 @@ class VLLM(Model):
         if dispatch:
             if serve is not None:
                 raise ValueError("A model runs on a server (serve=) or here (dispatch=True).")
-            self._local = _worker().VLLM(repo, dispatch=True, **engine_args)
+            self._local = _worker().VLLM(repo, mode=mode, dispatch=True, **engine_args)
             self._places.tree = self._local.tree
         elif serve is not None:
             self._servers.backend(serve)
@@ -75,17 +79,19 @@ class VLLM(Model):
 
     def close(self) -> None:
         """Close the connections, and end the engine if one was built here."""
+        if self._mode == "async":
+            raise NotSupportedError("This model is in mode='async': `await model.aclose()`.")
         if "_servers" in vars(self):
             self._servers.close()
         if self._local is not None:
             self._local.close()
 
     async def aclose(self) -> None:
-        """As `close`, for an engine that was built here in `mode="async"`."""
+        """As `close`, for a model in `mode="async"`."""
+        if "_servers" in vars(self):
+            await self._servers.aclose()
         if self._local is not None:
             await self._local.aclose()
-        else:
-            self.close()
 
     def _generate(
         self, backend: Any, prompts: Any, sampling: dict[str, Any], use_tqdm: bool | None
@@ -106,7 +112,10 @@ class VLLM(Model):
                 "the trace (`trace(..., serve=URL)`), or build an engine in this process "
                 "(`VLLM(..., dispatch=True)`)."
             )
-        return self._servers.backend(url, api_key)
+        return self._servers.backend(url, api_key, self._mode)
+
+    def _described(self, backend: Any) -> Any:
+        return super()._described(getattr(backend, "now", backend))
 
     @functools.cached_property
     def _servers(self) -> Servers:

@@ -7,9 +7,12 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from nnsight_core.backend import Invoke
 from nnsight_core.errors import ProtocolError
+from nnsight_core.wire.blocks import refusal_of
 from nnsight_core.wire.errors import ErrorRecord, rebuild_error
-from nnsight_core.wire.frames import VERSION
+from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, read_frame
+from nnsight_core.wire.messages import InstalledMessage, expect
 
 
 def error_of(response: httpx.Response, url: str) -> BaseException:
@@ -45,3 +48,21 @@ def other_version(url: str, version: Any) -> ProtocolError:
 
 def _listed(versions: Any) -> str:
     return ", ".join(str(v) for v in versions) if isinstance(versions, list) else str(versions)
+
+
+def missing_in(response: httpx.Response) -> list[str] | None:
+    """The contents that a server says it has not; its body has been read."""
+    if response.status_code != 409:
+        return None
+    try:
+        return list(response.json()["error"]["missing"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def refusal_in(response: httpx.Response, invoke: Invoke) -> BaseException | None:
+    """The error for which an engine refused an edit, if that is what the answer is."""
+    if response.status_code != 422 or response.headers.get("content-type") != MEDIA_TYPE:
+        return None
+    frame = read_frame(response.content)
+    return refusal_of(expect(frame, InstalledMessage), frame, invoke)

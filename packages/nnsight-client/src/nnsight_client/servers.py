@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from nnsight_client.http_async_backend import HttpAsyncBackend
 from nnsight_client.http_backend import HttpBackend
 from nnsight_core.tree import ModelTree
 
@@ -31,9 +32,15 @@ class Servers:
         self._tokenizer = tokenizer
         self._tree = tree
         self._known: dict[tuple[str, str | None], HttpBackend] = {}
+        self._async: dict[tuple[str, str | None], HttpAsyncBackend] = {}
 
-    def backend(self, url: str, api_key: str | None = None) -> HttpBackend:
+    def backend(
+        self, url: str, api_key: str | None = None, mode: str = "sync"
+    ) -> HttpBackend | HttpAsyncBackend:
         """The backend that runs traces at an address.
+
+        Args:
+            mode: `async` for the one for asyncio.
 
         Raises:
             ValueError: `url` is no address.
@@ -44,10 +51,19 @@ class Servers:
         if known is None:
             known = HttpBackend(url, api_key, self._tokenizer, self._tree)
             self._known[url, api_key] = known
-        return known
+        if mode == "sync":
+            return known
+        return self._async.setdefault((url, api_key), HttpAsyncBackend(known, api_key))
 
     def close(self) -> None:
         """Close the connections."""
         for server in self._known.values():
             server.close()
         self._known.clear()
+        self._async.clear()
+
+    async def aclose(self) -> None:
+        """As `close`, for the backends for asyncio."""
+        for server in list(self._async.values()):
+            await server.aclose()
+        self.close()

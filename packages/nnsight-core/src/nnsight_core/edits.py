@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -200,6 +201,14 @@ class _Entering:
         self._context._skip = Skip(self._frame)
         return (self._context, self._context.edit)
         yield  # makes this a generator, which is what awaiting takes
+
+
+def owner() -> str:
+    """Who installs an edit here."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return ""
 
 
 def check_edit(name: Any, share: Any, ttl: Any, inplace: Any) -> None:

@@ -160,7 +160,7 @@ class Model(Root):
         """The module tree as data: classes, dtypes and symbolic shapes of every location."""
         if self._places.tree is None:
             backend = self._backend_for({})
-            self._places.tree = backend.describe()
+            self._places.tree = self._described(backend)
         return self._places.tree
 
     @property
@@ -289,7 +289,16 @@ class Model(Root):
         return [output for output in tracer.outputs if output is not None]
 
     def _described(self, backend: Any) -> ModelTree:
-        """The tree of the engine behind a backend."""
+        """The tree of the engine behind a backend.
+
+        Raises:
+            NotSupportedError: it has to be awaited, and nothing has run yet.
+        """
+        if isinstance(backend, AsyncBackend):
+            raise NotSupportedError(
+                "Which locations there are is known once the engine runs, in mode='async' after "
+                "the first trace or generation was awaited."
+            )
         return backend.describe()
 
     def _backend_for(self, arguments: dict[str, Any]) -> Any:

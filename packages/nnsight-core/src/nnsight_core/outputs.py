@@ -23,14 +23,14 @@ def _json_float(value: float) -> float | str:
     return value if math.isfinite(value) else repr(value)
 
 
-_Float = Annotated[float, PlainSerializer(_json_float, when_used="json")]
+Number = Annotated[float, PlainSerializer(_json_float, when_used="json")]
 """A number that may be infinite (a token that was masked), which JSON cannot say."""
 
 
 class Logprob(_Data):
     """One token's log probability (natural logarithm), its rank among all, and its text."""
 
-    logprob: _Float
+    logprob: Number
     rank: int | None = None
     decoded_token: str | None = None
 
@@ -48,7 +48,7 @@ class CompletionOutput(_Data):
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: _Float | None = None
+    cumulative_logprob: Number | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None

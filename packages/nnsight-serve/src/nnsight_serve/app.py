@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from nnsight_serve.handles import Handles
 from nnsight_serve.policy import POLICIES
 from nnsight_serve.refusals import Refused, answer
 from nnsight_serve.routes import keyed_routes, open_routes
 from nnsight_serve.settings import Settings
+from nnsight_serve.uploads import Uploads
 from nnsight_vllm_worker.async_engine import AsyncEngine
 
 
@@ -48,6 +50,8 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(title="nnsight-serve", lifespan=lifespan)
     app.state.settings = settings
     app.state.failure = None
+    app.state.uploads = Uploads(settings.max_uploads)
+    app.state.handles = Handles(settings.keep_seconds)
     app.include_router(open_routes)
     app.include_router(keyed_routes)
     app.add_exception_handler(Refused, answer)

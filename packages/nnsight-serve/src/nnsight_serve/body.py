@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fastapi import Request
 
-from nnsight_core.errors import ProtocolError
+from nnsight_core.errors import CaptureError, NotSupportedError, PolicyError, ProtocolError
 from nnsight_core.wire.frames import VERSION, Frame, FrameReader, FrameTooLarge
 from nnsight_serve.refusals import Refused
+from nnsight_serve.uploads import Missing
 
 
 async def read_frame(request: Request, limit: int) -> Frame:
@@ -34,6 +38,26 @@ async def read_frame(request: Request, limit: int) -> Frame:
     if len(frames) != 1:
         raise malformed(ProtocolError(f"The body holds {len(frames)} frames; it takes one."))
     return frames[0]
+
+
+@contextmanager
+def decoded() -> Iterator[None]:
+    """What is wrong with what a frame says is a refusal.
+
+    Raises:
+        Refused: it is not well formed, names contents that are not here, cannot be meant, or is
+            not allowed.
+    """
+    try:
+        yield
+    except Missing as error:
+        raise Refused(409, error, missing=error.digests) from None
+    except ProtocolError as error:
+        raise malformed(error) from None
+    except PolicyError as error:
+        raise Refused(403, error) from None
+    except (CaptureError, NotSupportedError, TypeError) as error:
+        raise Refused(400, error) from None
 
 
 def malformed(error: ProtocolError) -> Refused:

@@ -17,6 +17,7 @@ from nnsight_serve.settings import (
     API_KEY,
     MAX_BODY,
     MAX_SAVES,
+    MAX_UPLOADS,
     Settings,
     key_of_environment,
     keys_of,
@@ -113,6 +114,7 @@ def _settings(command: list[str], ours: argparse.ArgumentParser) -> Settings:
         api_keys=keys_of(found.api_key or []) or key_of_environment(),
         policy=found.policy,
         max_body=found.max_body,
+        max_uploads=found.max_uploads,
         max_saves=found.max_saves,
         max_concurrent=found.max_concurrent,
         block_timeout=found.block_timeout,
@@ -156,6 +158,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=("trusted", "restricted"),
         default="trusted",
         help="what blocks may do: anything, or what a list allows (%(default)s)",
+    )
+    add(
+        "--max-uploads",
+        metavar="BYTES",
+        type=int,
+        default=MAX_UPLOADS,
+        help="how many bytes of clients' tensors stay here, for them to name again (%(default)s)",
     )
     add(
         "--max-saves",

@@ -1,7 +1,7 @@
-"""From a trace as a client sends it to requests for the engine.
+"""What clients ask for, as requests and edits that an engine can take.
 
-Prompts and sampling arguments are decoded as plain data. Blocks are passed on as they came: what
-runs them decodes them.
+The values of a block's names stay as they came, since the worker alone decodes them: what a block
+holds is code, and this process runs none of it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from nnsight_core.backend import EditSpec, Invoke
 from nnsight_core.errors import ProtocolError
 from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.wire.code import digest_of
 from nnsight_core.wire.data import Decoder
 from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Buffer, Frame
-from nnsight_core.wire.messages import BlockData, InvokeData, TraceMessage, expect
-from nnsight_vllm_worker.requests import EXTRA
+from nnsight_core.wire.messages import (
+    BlockData,
+    InstallMessage,
+    InvokeData,
+    TraceMessage,
+    expect,
+)
 from nnsight_vllm_worker.submission import Carried, Request, request_of
 
 
@@ -28,13 +34,30 @@ class Trace:
         requests: one for each invoke that can be run.
         index_of: which invoke the request of a key is.
         refused: what is wrong with the other invokes, by index.
-        blobs: the outside tensors' bytes, by content.
+        needs: contents of the outside tensors that its blocks name.
+        blobs: the bytes of those that came.
+        zstd: whether the answer may be packed.
+        freed: the kept values whose handles have ended.
     """
 
     requests: list[Request] = field(default_factory=list)
     index_of: dict[str, int] = field(default_factory=dict)
     refused: dict[int, Exception] = field(default_factory=dict)
+    needs: list[str] = field(default_factory=list)
     blobs: dict[str, Buffer] = field(default_factory=dict)
+    zstd: bool = False
+    freed: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Install:
+    """An edit, ready for the engine; `needs` and `blobs` as in `Trace`."""
+
+    spec: EditSpec
+    carried: Carried
+    owner: str
+    needs: list[str]
+    blobs: dict[str, Buffer]
 
 
 def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
@@ -48,10 +71,12 @@ def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
     message = expect(frame, TraceMessage)
     if not message.invokes:
         raise ProtocolError("The trace has no invokes.")
-    trace = Trace(blobs=_blobs(message, frame))
     for data in message.blocks:
         policy.check(data)
-    blocks = [_carried(data, frame, trace.blobs) for data in message.blocks]
+    blobs = _blobs(message.blobs, frame)
+    blocks = [_carried(data, frame) for data in message.blocks]
+    needs = [digest for block in blocks for digest in block.blobs]
+    trace = Trace(needs=needs, blobs=blobs, zstd=message.zstd, freed=message.freed)
     for index, invoke in enumerate(message.invokes):
         if invoke.block is not None and not 0 <= invoke.block < len(blocks):
             raise ProtocolError(f"Invoke {index} names block {invoke.block} of {len(blocks)}.")
@@ -63,18 +88,35 @@ def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
         except Exception as error:
             trace.refused[index] = error
         else:
+            if message.streams:
+                request.stream()
             trace.index_of[request.key] = index
             trace.requests.append(request)
     return trace
 
 
-def _carried(data: BlockData, frame: Frame, blobs: dict[str, Buffer]) -> Carried:
+def install_of(frame: Frame, policy: Policy = TRUSTED) -> Install:
+    """The edit that a client's frame asks for.
+
+    Raises:
+        PolicyError: the policy does not allow its block.
+        ProtocolError: the frame is not well formed.
+    """
+    message = expect(frame, InstallMessage)
+    policy.check(message.block)
+    spec = EditSpec(Invoke(None), message.name, message.share, message.ttl)
+    carried = _carried(message.block, frame)
+    needs = list(carried.blobs)
+    return Install(spec, carried, message.owner, needs, _blobs(message.blobs, frame))
+
+
+def _carried(data: BlockData, frame: Frame) -> Carried:
     """A block with what it needs of the frame that it came in."""
     contents: dict[str, None] = {}
     used: set[int] = set()
     for form in tagged(data.names):
         if "h" in form:
-            contents[_known(form["h"], blobs)] = None
+            contents[_content(form["h"])] = None
         elif "b" in form:
             used.add(_index(form["b"], frame))
     # Indices stay what they are, and the buffers of other blocks stay behind.
@@ -85,20 +127,16 @@ def _carried(data: BlockData, frame: Frame, blobs: dict[str, Buffer]) -> Carried
 def _request(invoke: InvokeData, block: Carried | None, frame: Frame) -> Request:
     prompt = Decoder(frame.buffers).decode(invoke.prompt)
     sampling = {n: Decoder(frame.buffers).decode(v) for n, v in invoke.sampling.items()}
-    if "lora_request" in sampling:
-        raise TypeError("lora_request cannot be had from a server yet; use a local engine.")
-    if EXTRA in (sampling.get("extra_args") or ()):
-        raise ProtocolError(f"extra_args[{EXTRA!r}] is where the server itself puts a block.")
-    return request_of(prompt, sampling, block)
+    return request_of(prompt, sampling, block, invoke.edits)
 
 
-def _blobs(message: TraceMessage, frame: Frame) -> dict[str, Buffer]:
+def _blobs(named: dict[str, int], frame: Frame) -> dict[str, Buffer]:
     """The outside tensors' bytes; what is not the content that it is called is refused.
 
     The engine keeps them by content for everyone, so a wrong name would be another's wrong value.
     """
     blobs: dict[str, Buffer] = {}
-    for digest, index in message.blobs.items():
+    for digest, index in named.items():
         data = frame.buffers[_index(index, frame)]
         if digest_of(data) != digest:
             raise ProtocolError(f"Buffer {index} is not the content {digest[:40]!r}.")
@@ -106,9 +144,9 @@ def _blobs(message: TraceMessage, frame: Frame) -> dict[str, Buffer]:
     return blobs
 
 
-def _known(digest: Any, blobs: dict[str, Buffer]) -> str:
-    if not isinstance(digest, str) or digest not in blobs:
-        raise ProtocolError(f"A block names a content that did not come: {str(digest)[:40]!r}.")
+def _content(digest: Any) -> str:
+    if not isinstance(digest, str):
+        raise ProtocolError(f"A content is named by a text, not by {str(digest)[:40]!r}.")
     return digest
 
 

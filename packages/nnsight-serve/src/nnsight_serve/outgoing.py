@@ -4,56 +4,101 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nnsight_core.errors import EngineDeadError
 from nnsight_core.wire.frames import MEDIA_TYPE, Frame
-from nnsight_core.wire.messages import DoneMessage, FinishedMessage
+from nnsight_core.wire.messages import AliveMessage, DoneMessage, FinishedMessage
+from nnsight_core.wire.went import WentSender
+from nnsight_serve.handles import Handles
 from nnsight_serve.incoming import Trace
 from nnsight_serve.refusals import record_of
 from nnsight_vllm_worker.async_engine import AsyncEngine
 
+SILENCE = 10.0
+"""Seconds of silence after which a client is told that the server is there."""
 
-async def frames_of(engine: AsyncEngine, trace: Trace) -> AsyncGenerator[Frame, None]:
+
+async def frames_of(
+    engine: AsyncEngine, trace: Trace, handles: Handles, caller: str = ""
+) -> AsyncGenerator[Frame, None]:
     """Run a trace; the frames for its client, in which an invoke's key is its index.
 
-    What the worker sends is passed on unread, but for that key.
+    What the worker sends is passed on unread, but for that key. Of a trace that is left before its
+    end, nothing stays on the engine.
     """
     for index, error in trace.refused.items():
         yield _finished(index, error)
     left = set(trace.index_of.values())
+    went = {index: WentSender(str(index)) for index in left}
+    sent: list[str] = []
+    over = False
     try:
         async with aclosing(engine.run(trace.requests, trace.blobs)) as news:
             async for key, what in news:
                 index = trace.index_of[key]
                 if isinstance(what, Frame):
+                    sent += handles.went(what, caller)
                     what.header["key"] = str(index)
                     yield what
+                    continue
+                if not isinstance(what, BaseException) and not what.finished:
+                    yield went[index].message(what).frame()
                     continue
                 left.discard(index)
                 if isinstance(what, BaseException):
                     yield _finished(index, what)
                 else:
                     yield FinishedMessage(key=str(index), output=what).frame()
+        over = True
     except EngineDeadError as error:
         for index in sorted(left):
             yield _finished(index, error)
+        over = True
+    finally:
+        if not over and sent and engine.alive:
+            handles.freed(sent)
+            engine.let_go(sent, "the client that kept it went away")
     yield DoneMessage().frame()
 
 
+async def beating(frames: AsyncGenerator[Frame, None]) -> AsyncGenerator[Frame, None]:
+    """Frames as they come, and a sign of life where none comes for a while."""
+    async with aclosing(frames):
+        while True:
+            coming = asyncio.ensure_future(anext(frames, None))
+            try:
+                while not (await asyncio.wait((coming,), timeout=SILENCE))[0]:
+                    yield AliveMessage().frame()
+            finally:
+                if not coming.done():
+                    coming.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await coming
+            frame = coming.result()
+            if frame is None:
+                return
+            yield frame
+
+
 class FrameResponse(Response):
-    """A stream of frames, each sent when it is there; a client that leaves ends their making."""
+    """A stream of frames, each sent when it is there; a client that leaves ends their making.
+
+    Args:
+        compress: whether frames may be packed.
+    """
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, frames: AsyncGenerator[Frame, None]) -> None:
+    def __init__(self, frames: AsyncGenerator[Frame, None], compress: bool = False) -> None:
         super().__init__()
         # The length of what is still to be made is not known.
         del self.headers["content-length"]
-        self._frames = frames
+        self._frames = beating(frames)
+        self._compress = compress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
@@ -78,7 +123,7 @@ class FrameResponse(Response):
         )
         async with aclosing(self._frames) as frames:
             async for frame in frames:
-                body = frame.to_bytes()
+                body = frame.to_bytes(self._compress)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

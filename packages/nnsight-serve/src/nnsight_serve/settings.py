@@ -12,6 +12,7 @@ from nnsight_vllm_worker.engine import BLOCK_TIMEOUT
 API_KEY = "NNSIGHT_API_KEY"
 """Environment variable: the key, for those who want it on no command line."""
 MAX_BODY = 1 << 29
+MAX_UPLOADS = 1 << 31
 MAX_SAVES = 1 << 34
 
 
@@ -26,6 +27,7 @@ class Settings:
         api_keys: what clients must send, by the name of who has it; none lets everyone in.
         policy: what blocks may do: `trusted` ones anything, `restricted` ones what a list allows.
         max_body: the most bytes that the body of a request may have, packed or unpacked.
+        max_uploads: how many bytes of tensors that clients sent stay here, for them to name again.
         max_saves: the most bytes that one request may bring home.
         max_concurrent: how many requests of one key may be in the engine at once; None for any.
         block_timeout: seconds that a block may hold the engine before it gives control back.
@@ -43,6 +45,7 @@ class Settings:
     api_keys: dict[str, str] = field(default_factory=dict, repr=False)
     policy: Literal["trusted", "restricted"] = "trusted"
     max_body: int = MAX_BODY
+    max_uploads: int = MAX_UPLOADS
     max_saves: int = MAX_SAVES
     max_concurrent: int | None = None
     block_timeout: float | None = BLOCK_TIMEOUT

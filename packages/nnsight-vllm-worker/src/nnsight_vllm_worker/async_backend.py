@@ -9,12 +9,13 @@ from typing import Any
 
 from nnsight_core.async_run import need_loop
 from nnsight_core.backend import EditInfo, EditSpec, Event, Finished, Invoke
+from nnsight_core.edits import owner
 from nnsight_core.errors import EngineDeadError, EngineError
 from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block
 from nnsight_vllm_worker.async_engine import AsyncEngine
-from nnsight_vllm_worker.backend import event_of, owner, placed
+from nnsight_vllm_worker.backend import event_of, own_errors, placed
 from nnsight_vllm_worker.encoding import BlockEncoder, check_sampling
 from nnsight_vllm_worker.submission import Request
 
@@ -139,7 +140,8 @@ class LocalAsyncBackend:
         assert carried is not None
         engine = await self.ready()
         check_block(edit.invoke, engine.tree)
-        return await engine.install(edit, carried, encoder.blobs, owner())
+        with own_errors(edit.invoke):
+            return await engine.install(edit, carried, encoder.blobs, owner())
 
     async def clear(self, ids: list[str] | None) -> None:
         await (await self.ready()).clear(ids)

@@ -7,6 +7,7 @@ number of runs go on at once on one event loop, and leaving one aborts what it h
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Collection, Coroutine
 from typing import Any, Self
 
@@ -184,6 +185,10 @@ class AsyncEngine:
         """The id, bytes and age of each value whose handle has come home."""
         found = [(kept.id, kept.bytes, kept.age) for kept in self.kept.handles()]
         return [kept for kept in found if kept[2] <= self._keep_seconds]
+
+    async def all_kept(self) -> list[tuple[str, int, float]]:
+        """The id, bytes and age of each value that is kept, whoever has its handle."""
+        return (await self.rpc("nnsight_kept", time.monotonic()))[0]
 
     async def counts(self) -> dict[str, int]:
         """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""

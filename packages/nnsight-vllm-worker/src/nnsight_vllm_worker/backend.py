@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nnsight_core.backend import (
@@ -16,13 +16,14 @@ from nnsight_core.backend import (
     Saved,
     Went,
 )
+from nnsight_core.edits import owner
 from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.values import map_tensors
-from nnsight_core.wire.blocks import decode_event, known_errors
+from nnsight_core.wire.blocks import decode_event, known_errors, refusal_of
 from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import read_message
-from nnsight_vllm_worker.edits import Edits
+from nnsight_vllm_worker.edits import Edits, NotInstalled
 from nnsight_vllm_worker.encoding import BlockEncoder, check_sampling
 from nnsight_vllm_worker.engine import Output, SyncEngine
 from nnsight_vllm_worker.submission import Request
@@ -67,7 +68,8 @@ class LocalBackend:
         encoder = self._encoder(engine)
         carried = encoder.block(edit.invoke)
         assert carried is not None
-        return engine.install(edit, carried, encoder.blobs, owner())
+        with own_errors(edit.invoke):
+            return engine.install(edit, carried, encoder.blobs, owner())
 
     def clear(self, ids: list[str] | None) -> None:
         self._engine().clear(ids)
@@ -136,9 +138,10 @@ def requests_of(
     return requests, index_of, refused
 
 
-def owner() -> str:
-    """Who installs an edit here."""
+@contextmanager
+def own_errors(invoke: Invoke) -> Iterator[None]:
+    """What a worker says against an edit is raised as it was there."""
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        return ""
+        yield
+    except NotInstalled as refused:
+        raise refusal_of(refused.said, refused.frame, invoke) from None

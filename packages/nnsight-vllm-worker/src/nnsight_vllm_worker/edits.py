@@ -14,14 +14,27 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nnsight_core.backend import EditInfo, EditSpec, Finished
-from nnsight_core.wire.blocks import decode_event, known_errors
+from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.wire.frames import Frame, read_frame
-from nnsight_core.wire.messages import FinishedMessage, InstalledMessage, expect
+from nnsight_core.wire.messages import InstalledMessage, expect
 from nnsight_vllm_worker.requests import EDITS, EXTRA, FOREIGN
 from nnsight_vllm_worker.submission import Carried, Request
 from nnsight_vllm_worker.vllm_ports.incoming import Marks
 from nnsight_vllm_worker.vllm_ports.scheduling import KEY, WHOLE
+
+
+class NotInstalled(Exception):
+    """A worker refused an edit.
+
+    Attributes:
+        said: what it answered.
+        frame: the same as it came, with the buffers that the error names.
+    """
+
+    def __init__(self, said: InstalledMessage, frame: Frame) -> None:
+        super().__init__(said.error.message if said.error is not None else "")
+        self.said = said
+        self.frame = frame
 
 
 @dataclass(slots=True, eq=False)
@@ -80,17 +93,13 @@ class Edits:
         """The workers have answered; the edit belongs to every request from now on.
 
         Raises:
-            Exception: a worker refused it, as it was raised there.
+            NotInstalled: a worker refused it.
         """
-        known = known_errors(edit.holds)
         for answer in answers:
             frame = read_frame(answer)
             said = expect(frame, InstalledMessage)
             if said.error is not None:
-                refused = FinishedMessage(key="", error=said.error)
-                event = decode_event(refused, frame, 0, known)
-                assert isinstance(event, Finished) and event.error is not None
-                raise event.error
+                raise NotInstalled(said, frame)
             edit.whole, edit.writes = said.whole, said.writes
             edit.info.way = said.way
         self._active.append(edit)

@@ -109,7 +109,7 @@ class SyncEngine:
         """Install an edit on every rank, or on none.
 
         Raises:
-            Exception: a worker refused it, as it was raised there.
+            NotInstalled: a worker refused it.
         """
         with self._lock:
             edit = self.edits.new(spec, carried, owner)

@@ -20,7 +20,7 @@ from nnsight_vllm_worker.async_engine import AsyncEngine
 from nnsight_vllm_worker.backend import LocalBackend
 from nnsight_vllm_worker.convert import output_of
 from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, SyncEngine
-from nnsight_vllm_worker.prompts import prompt_of, sampling_of
+from nnsight_vllm_worker.prompts import lora_of, prompt_of, sampling_of
 from nnsight_vllm_worker.settings import SETTINGS
 from nnsight_vllm_worker.vllm_ports.meta import tree_of
 from nnsight_vllm_worker.vllm_ports.startup import engine, refusals
@@ -87,6 +87,7 @@ class VLLM(Model):
             backend = LocalBackend(self._dispatched, lambda: self.tokenizer, device=save_device)
         super().__init__(backend=backend)
         self._repo = repo
+        self._mode = mode
         self._serve = serve
         self._api_key = api_key
         self._limits = {
@@ -160,7 +161,7 @@ class VLLM(Model):
         named = normalise(sampling)
         edits, lora = (
             check_edits(named.pop("edits", None), backend),
-            named.pop("lora_request", None),
+            lora_of(named.pop("lora_request", None)),
         )
         params = sampling_of(named)
         engine = self._dispatched()
@@ -194,6 +195,8 @@ class VLLM(Model):
             self.close()
             return
         self._closed = True
+        if "_servers" in vars(self):
+            await self._servers.aclose()
         await self._backend.aclose()
 
     def close(self) -> None:
@@ -258,7 +261,11 @@ class VLLM(Model):
         key = arguments.pop("api_key", None)
         if url is None:
             return super()._backend_for(arguments)
-        return self._servers.backend(url, key)
+        return self._servers.backend(url, key, self._mode)
+
+    def _described(self, backend: Any) -> ModelTree:
+        # A server's tree can be had at once, whatever the model's mode.
+        return super()._described(getattr(backend, "now", backend))
 
     @functools.cached_property
     def _servers(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ _REFUSED = {
     "encoder_prompt": "a model with an encoder runs two forward passes for one prompt",
     "prompt_embeds": "it has no token ids, so its rows and steps cannot be counted",
 }
+OURS = "nnsight"
+"""What the names of our own entries in `extra_args` begin with."""
 _OURS = frozenset(("output_kind", "skip_clone", "skip_reading_prefix_cache"))
 
 
@@ -69,12 +72,44 @@ def sampling_of(arguments: Mapping[str, Any]) -> Any:
 
     named = normalise(arguments)
     sampling_names().check(named)
-    if "nnsight" in (named.get("extra_args") or ()):
-        raise ValueError(
-            "extra_args['nnsight'] is where a request's block goes; take another name."
-        )
+    for name in named.get("extra_args") or ():
+        if str(name).startswith(OURS):
+            raise ValueError(
+                f"extra_args[{name!r}]: names that begin with {OURS!r} are where a request's block "
+                "goes; take another."
+            )
     with refusals():
         return SamplingParams(**named)
+
+
+def lora_of(value: Any) -> Any:
+    """The adapter of a request: a `LoRARequest` of vLLM's, or a dict of what one is made of.
+
+    Args:
+        value: with `name`, `path` (where the engine runs), and `id` if it is not to follow the
+            name.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    from vllm.lora.request import LoRARequest
+
+    if value is None or isinstance(value, LoRARequest):
+        return value
+    if isinstance(value, Mapping) and {"name", "path"} <= value.keys() <= {"name", "path", "id"}:
+        name, path, id = value["name"], value["path"], value.get("id")
+        if isinstance(name, str) and isinstance(path, str) and isinstance(id, int | None):
+            with refusals():
+                return LoRARequest(name, _number(name) if id is None else id, path)
+    raise TypeError(
+        f"lora_request={value!r}: it is a vllm.lora.request.LoRARequest, or a dict of `name`, "
+        "`path` and perhaps `id` (a number above 0)."
+    )
+
+
+def _number(name: str) -> int:
+    """A number for an adapter that was given none: the same for the same name."""
+    return 1 + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) // 2
 
 
 @functools.cache

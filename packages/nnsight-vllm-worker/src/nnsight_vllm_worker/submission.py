@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_core.kept import Kept
 from nnsight_core.wire.frames import Buffer
 from nnsight_core.wire.messages import BlockData, BlockMessage
-from nnsight_vllm_worker.prompts import prompt_of, sampling_of
+from nnsight_vllm_worker.prompts import lora_of, prompt_of, sampling_of
 from nnsight_vllm_worker.requests import EXTRA, SENT, SEQUENCES, STREAMS
 from nnsight_vllm_worker.vllm_ports.scheduling import KEY, WHOLE
 
@@ -94,7 +94,7 @@ def request_of(
         ValueError: an empty prompt, or a value that vLLM refuses.
     """
     sampling = dict(sampling)
-    lora = sampling.pop("lora_request", None)
+    lora = lora_of(sampling.pop("lora_request", None))
     params = sampling_of(sampling)
     key = uuid.uuid4().hex
     traced = carried is not None

@@ -22,6 +22,7 @@ from nnsight_core.wire.messages import (
     BlockData,
     EndedMessage,
     FinishedMessage,
+    InstalledMessage,
     Message,
     PrintedMessage,
     SavedMessage,
@@ -229,6 +230,12 @@ def decode_event(message: Message, frame: Frame, invoke: int, known: list[type])
                 error = rebuild_error(message.error, frame.buffers, known)
             return Finished(invoke, message.output, error)
     raise TypeError(type(message))
+
+
+def refusal_of(message: InstalledMessage, frame: Frame, invoke: Invoke) -> BaseException:
+    """The error for which an edit was not installed, as it was raised there."""
+    assert message.error is not None
+    return rebuild_error(message.error, frame.buffers, known_errors(invoke))
 
 
 def known_errors(invoke: Invoke) -> list[type]:

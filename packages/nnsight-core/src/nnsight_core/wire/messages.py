@@ -1,10 +1,11 @@
 """What is said: the messages of the protocol, as the headers of frames.
 
 A client sends one `TraceMessage` (invokes, and the blocks they run); back comes a stream of
-`PrintedMessage`, `EndedMessage` and `FinishedMessage` as things happen, and `DoneMessage` last, so
-that a stream that broke off is never taken for a whole one. Inside the engine, each request carries
-a `BlockMessage`, an edit that is installed is answered with an `InstalledMessage`, and where saves
-are streamed, `SavedMessage`s come before the `EndedMessage`.
+`PrintedMessage`, `EndedMessage` and `FinishedMessage` as things happen, with `WentMessage` and
+`SavedMessage` before them if those are wanted, and `DoneMessage` last, so that a stream that broke
+off is never taken for a whole one. With an `InstallMessage` it has an edit installed. Inside the
+engine, each request carries a `BlockMessage`, and each rank answers an edit with an
+`InstalledMessage`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from nnsight_core.errors import ProtocolError
-from nnsight_core.outputs import RequestOutput
+from nnsight_core.outputs import Logprob, Number, RequestOutput
 from nnsight_core.sparse import Sparse
 from nnsight_core.wire.data import loaded
 from nnsight_core.wire.errors import ErrorRecord
@@ -66,24 +67,61 @@ class BlockData(Sparse):
     reads: list[str] = Field(default_factory=list)
 
 
-class InvokeData(BaseModel):
-    """One prompt: itself and its sampling arguments as typed values, and its block's index."""
+class InvokeData(Sparse):
+    """One prompt: itself and its sampling arguments as typed values, and its block's index.
+
+    Attributes:
+        edits: names of the installed edits that run besides; None for all of them.
+    """
 
     model_config = ConfigDict(extra="forbid")
+    later = ("edits",)
 
     prompt: Any
     sampling: dict[str, Any] = Field(default_factory=dict)
     block: int | None = None
+    edits: list[str] | None = None
 
 
-class TraceMessage(Message):
-    """A client asks for invokes to be run together."""
+class TraceMessage(Message, Sparse):
+    """A client asks for invokes to be run together.
+
+    Attributes:
+        blobs: the large tensors' buffers, by content; those that the receiver has may be left out.
+        streams: whether outputs and saves are wanted as they are made.
+        zstd: whether what comes back may be packed.
+        freed: the kept values whose handles have ended.
+    """
+
+    later = ("streams", "zstd", "freed")
 
     kind: Literal["trace"] = "trace"
     invokes: list[InvokeData]
     blocks: list[BlockData] = Field(default_factory=list)
     blobs: dict[str, int] = Field(default_factory=dict)
-    """The large tensors' buffers, by content."""
+    streams: bool = False
+    zstd: bool = False
+    freed: list[str] = Field(default_factory=list)
+
+
+class InstallMessage(Message):
+    """A client asks for an edit to be installed.
+
+    Attributes:
+        name: what requests choose it by; None for one that always runs.
+        share: which part of the requests it runs in.
+        ttl: seconds after which it is cleared.
+        owner: who installs it, where the key does not say so.
+        blobs: as in `TraceMessage`.
+    """
+
+    kind: Literal["install"] = "install"
+    block: BlockData
+    name: str | None = None
+    share: float = Field(1.0, gt=0, le=1)
+    ttl: float | None = Field(None, gt=0)
+    owner: str = ""
+    blobs: dict[str, int] = Field(default_factory=dict)
 
 
 class BlockMessage(Message):
@@ -225,6 +263,41 @@ class FinishedMessage(Message):
     error: ErrorRecord | None = None
 
 
+class PartData(BaseModel):
+    """What is new of one sequence since the last output that was told.
+
+    Attributes:
+        start: how many characters of the text that was told stand; `text` follows them.
+        token_ids, logprobs: those of the new steps.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    index: int
+    start: int = Field(ge=0)
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: Number | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class WentMessage(Message):
+    """A request has come further: its output as it is, or what is new of the one before."""
+
+    kind: Literal["went"] = "went"
+    key: str
+    output: RequestOutput | None = None
+    parts: list[PartData] = Field(default_factory=list)
+
+
+class AliveMessage(Message):
+    """Nothing has happened for a while, and the server is there."""
+
+    kind: Literal["alive"] = "alive"
+
+
 class DoneMessage(Message):
     """Everything has been said."""
 
@@ -236,11 +309,14 @@ _KINDS: dict[str, type[Message]] = {
     cls.model_fields["kind"].default: cls
     for cls in (
         TraceMessage,
+        InstallMessage,
         BlockMessage,
         PrintedMessage,
         SavedMessage,
         EndedMessage,
         InstalledMessage,
+        WentMessage,
+        AliveMessage,
         FinishedMessage,
         DoneMessage,
     )

@@ -3,13 +3,13 @@
 from fastapi import APIRouter, Depends
 
 from nnsight_serve.access import check_key
-from nnsight_serve.routes import health, model, trace
+from nnsight_serve.routes import edits, health, kept, model, trace
 
 open_routes = APIRouter()
 open_routes.include_router(health.routes)
 
 keyed_routes = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
-for part in (model, trace):
+for part in (model, trace, edits, kept):
     keyed_routes.include_router(part.routes)
 
 __all__ = ["keyed_routes", "open_routes"]

@@ -14,8 +14,8 @@ routes = APIRouter()
 
 @routes.get("/model")
 async def model(request: Request, engine: Engine) -> JSONResponse:
-    """What is served: the model's tree, the engine and its settings, and the blocks in it now."""
-    live = await while_alive(engine.counts())
+    """What is served: the model's tree, the engine and its settings, and what is in it now."""
+    counts = await while_alive(engine.counts())
     return JSONResponse(
         {
             "protocol": VERSION,
@@ -24,6 +24,7 @@ async def model(request: Request, engine: Engine) -> JSONResponse:
             "tree": engine.tree.model_dump(mode="json"),
             "settings": [dataclasses.asdict(setting) for setting in SETTINGS],
             "max_body": request.app.state.settings.max_body,
-            "live": live["live"],
+            "live": counts["live"],
+            "counts": counts,
         }
     )

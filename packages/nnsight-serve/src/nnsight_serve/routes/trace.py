@@ -4,13 +4,11 @@ import asyncio
 
 from fastapi import APIRouter, Request
 
-from nnsight_core.errors import CaptureError, NotSupportedError, PolicyError, ProtocolError
-from nnsight_serve.body import malformed, read_frame
+from nnsight_serve.body import decoded, read_frame
 from nnsight_serve.engine import Engine
-from nnsight_serve.incoming import trace_of
+from nnsight_serve.incoming import Trace, trace_of
 from nnsight_serve.outgoing import FrameResponse, frames_of
 from nnsight_serve.policy import policy_of
-from nnsight_serve.refusals import Refused
 
 routes = APIRouter()
 
@@ -18,14 +16,26 @@ routes = APIRouter()
 @routes.post("/trace")
 async def trace(request: Request, engine: Engine) -> FrameResponse:
     """Run the trace that the body is; what becomes of it is streamed back."""
-    frame = await read_frame(request, request.app.state.settings.max_body)
-    try:
+    state = request.app.state
+    frame = await read_frame(request, state.settings.max_body)
+    with decoded():
         # In a thread: to hash what is large would make every other request wait.
         asked = await asyncio.to_thread(trace_of, frame, policy_of(request))
-    except ProtocolError as error:
-        raise malformed(error) from None
-    except PolicyError as error:
-        raise Refused(403, error) from None
-    except (CaptureError, NotSupportedError, TypeError) as error:
-        raise Refused(400, error) from None
-    return FrameResponse(frames_of(engine, asked))
+        asked.blobs = state.uploads.take(asked.needs, asked.blobs)
+    _choose(engine, asked)
+    caller = request.state.caller
+    freed = state.handles.of(caller, asked.freed)
+    if freed:
+        state.handles.freed(freed)
+        engine.let_go(freed, "its handle was freed")
+    return FrameResponse(frames_of(engine, asked, state.handles, caller), asked.zstd)
+
+
+def _choose(engine: Engine, asked: Trace) -> None:
+    """Refuse the requests that ask for edits which are not installed."""
+    for request in list(asked.requests):
+        try:
+            engine.edits.chosen(request.names)
+        except ValueError as error:
+            asked.requests.remove(request)
+            asked.refused[asked.index_of.pop(request.key)] = error

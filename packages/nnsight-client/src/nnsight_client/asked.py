@@ -1,0 +1,104 @@
+"""One trace that a server is asked for: what is sent, and what its answer means here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nnsight_client.encoding import TraceEncoder
+from nnsight_core.backend import Ended, Event, Finished, Invoke, Saved, Went
+from nnsight_core.errors import ProtocolError
+from nnsight_core.kept import KeptValues
+from nnsight_core.tree import ModelTree
+from nnsight_core.wire.blocks import check_block, decode_event, known_errors
+from nnsight_core.wire.frames import Frame
+from nnsight_core.wire.messages import AliveMessage, DoneMessage, WentMessage, read_message
+from nnsight_core.wire.went import WentReader
+
+
+class Asked:
+    """The invokes of one trace, encoded; nothing of them is looked at after that.
+
+    Args:
+        url: the server's address, for messages.
+        tokenizer: gives the model's tokenizer if this process has loaded it.
+        tree: the model's tree if it is known here.
+        kept: the values that stay on the server's engine.
+
+    Attributes:
+        encoder: holds what is to be sent.
+        refused: what is wrong with invokes that are not sent, as events.
+        sent: which invokes are sent, by their index on the server.
+        done: whether the server has said everything.
+
+    Raises:
+        Exception: what is wrong with a lone invoke, or how any invoke is written.
+    """
+
+    def __init__(
+        self,
+        invokes: list[Invoke],
+        url: str,
+        tokenizer: Callable[[], Any],
+        tree: ModelTree | None,
+        kept: KeptValues,
+    ) -> None:
+        self.encoder = TraceEncoder(tokenizer, kept)
+        self.refused: list[Event] = []
+        self.sent: list[int] = []
+        self.done = False
+        self._invokes = invokes
+        self._url = url
+        self._kept = kept
+        self._went: dict[int, WentReader] = {}
+        for index, invoke in enumerate(invokes):
+            try:
+                check_block(invoke, tree)
+                self.encoder.add(invoke)
+            except Exception as error:
+                # With one invoke there is nothing that its error could take along.
+                if len(invokes) == 1 or isinstance(error, TypeError):
+                    raise
+                self.refused.append(Finished(index, None, error))
+            else:
+                self.sent.append(index)
+
+    def events(self, frame: Frame) -> Iterator[Event]:
+        """What a frame of the answer says.
+
+        Raises:
+            ProtocolError: no such frame belongs into an answer.
+        """
+        message = read_message(frame)
+        if isinstance(message, AliveMessage):
+            return
+        if isinstance(message, DoneMessage):
+            self.done = True
+            return
+        index = self._index(getattr(message, "key", ""))
+        if isinstance(message, WentMessage):
+            reader = self._went.setdefault(index, WentReader())
+            # Each is an object of its own, since what was saved by then is put into it.
+            yield Went(index, reader.output(message).model_copy())
+            return
+        event = decode_event(message, frame, index, known_errors(self._invokes[index]))
+        if isinstance(event, Ended | Saved):
+            self._kept.adopt({**event.saves, **event.more}, getattr(event, "value", None))
+        yield event
+
+    def end(self) -> None:
+        """The answer is over.
+
+        Raises:
+            ProtocolError: before everything was said.
+        """
+        if not self.done:
+            raise ProtocolError(
+                f"The server at {self._url} stopped before it had said everything. Its log says "
+                "why."
+            )
+
+    def _index(self, key: str) -> int:
+        if key.isdecimal() and int(key) < len(self.sent):
+            return self.sent[int(key)]
+        raise ProtocolError(f"The server at {self._url} speaks of an invoke {key[:40]!r}.")

@@ -1,0 +1,144 @@
+"""The backend that runs traces on a server, over HTTP, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import httpx
+
+from nnsight_client.asked import Asked
+from nnsight_client.connection import connect_async, near, speaking, thinking
+from nnsight_client.http_backend import HttpBackend, check, sendable
+from nnsight_client.refusals import error_of, missing_in
+from nnsight_core.async_run import need_loop
+from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
+from nnsight_core.edits import owner
+from nnsight_core.errors import EngineError
+from nnsight_core.kept import KeptValues
+from nnsight_core.tree import ModelTree
+from nnsight_core.wire.frames import MEDIA_TYPE, Frame, FrameReader
+
+
+class HttpAsyncBackend:
+    """Runs invokes on an nnsight server. See `nnsight_core.AsyncBackend`.
+
+    Args:
+        now: the backend of the same server that waits for its answers; what has to be known at
+            once goes through it.
+
+    Attributes:
+        now: as given.
+    """
+
+    def __init__(self, now: HttpBackend, api_key: str | None = None) -> None:
+        self.now = now
+        self._api_key = api_key
+        self._http: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(
+        self, invokes: list[Invoke], streams: Callable[[], bool]
+    ) -> AsyncGenerator[Event, None]:
+        return self._run(self.now.asked(invokes), streams)
+
+    async def _run(self, asked: Asked, streams: Callable[[], bool]) -> AsyncGenerator[Event, None]:
+        about = {**self.now.about(), "streams": streams()}
+        for event in asked.refused:
+            yield event
+        if not asked.sent:
+            return
+        async for frame in self._frames(asked, about):
+            for event in asked.events(frame):
+                yield event
+            if asked.done:
+                return
+        asked.end()
+
+    @property
+    def kept(self) -> KeptValues:
+        """What blocks kept on the server's engine for this process."""
+        return self.now.kept
+
+    async def describe(self) -> ModelTree:
+        return await asyncio.to_thread(self.now.describe)
+
+    async def install(self, edit: EditSpec) -> EditInfo:
+        encoder = self.now.encoded(edit)
+        held = self.now.held
+
+        async def ask() -> httpx.Response:
+            content = encoder.install(edit, owner(), held).to_bytes()
+            headers = {"Content-Type": MEDIA_TYPE}
+            return await self._client().post(
+                "/v1/edits", content=content, headers=headers, timeout=thinking()
+            )
+
+        with speaking(self.now.url):
+            answer = await ask()
+            if missing_in(answer) is not None:
+                held -= set(encoder.blobs)
+                answer = await ask()
+        return self.now.installed(answer, edit, encoder)
+
+    async def clear(self, ids: list[str] | None) -> None:
+        params = {} if ids is None else {"id": ids}
+        with speaking(self.now.url):
+            answer = await self._client().request("DELETE", "/v1/edits", params=params)
+        if not answer.is_success:
+            raise error_of(answer, self.now.url)
+        self.now.cleared(ids)
+
+    def edits(self) -> list[EditInfo]:
+        return self.now.edits()
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.aclose()
+        await asyncio.to_thread(self.now.close)
+
+    def _client(self) -> httpx.AsyncClient:
+        """The connections, which belong to the loop on which they were first used.
+
+        Raises:
+            EngineError: no loop runs here, or another one.
+        """
+        loop = need_loop()
+        if self._http is None or self._loop is None or self._loop.is_closed():
+            self._http, self._loop = connect_async(self.now.url, self._api_key), loop
+        if self._loop is not loop:
+            raise EngineError(
+                "This model is in use on another event loop: use it inside one `asyncio.run`, or "
+                "make another model."
+            )
+        return self._http
+
+    async def _frames(self, asked: Asked, about: dict[str, Any]) -> AsyncIterator[Frame]:
+        """Ask for a trace; the frames that come back, as they come."""
+        url, held, blobs = self.now.url, self.now.held, set(asked.encoder.blobs)
+        reader = FrameReader()
+        for _ in range(2):
+            parts, headers = sendable(asked.encoder.frame(held, **about), near(url))
+            with speaking(url):
+                request = self._client().stream(
+                    "POST", "/v1/trace", content=_pieces(parts), headers=headers
+                )
+                async with request as response:
+                    if not response.is_success:
+                        await response.aread()
+                        if missing_in(response) is not None and held & blobs:
+                            held -= blobs
+                            continue
+                    check(response, url)
+                    held |= blobs
+                    async for chunk in response.aiter_raw():
+                        for frame in reader.feed(chunk):
+                            yield frame
+                    reader.end()
+                    return
+
+
+async def _pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part

@@ -1,0 +1,46 @@
+"""The values that clients keep on the engine: who has the handle of each."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from nnsight_core.wire.frames import Frame
+from nnsight_vllm_worker.requests import handles_of
+
+_SAVING = ("ended", "saved")
+
+
+class Handles:
+    """Whose the handles are that have gone out.
+
+    Args:
+        seconds: after which the engine lets a value go, whoever has its handle.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._of: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def went(self, frame: Frame, caller: str) -> list[str]:
+        """A frame goes to a caller; the handles in it are that caller's from now on."""
+        ids = handles_of(frame) if frame.header["kind"] in _SAVING else []
+        for id in ids:
+            self._of[id] = caller, time.monotonic()
+        self._forget()
+        return ids
+
+    def of(self, caller: str, ids: Iterable[str]) -> list[str]:
+        """Which of some handles are a caller's."""
+        return [id for id in ids if id in self._of and self._of[id][0] == caller]
+
+    def freed(self, ids: Iterable[str]) -> None:
+        """Handles that stand for nothing any more."""
+        for id in ids:
+            self._of.pop(id, None)
+
+    def _forget(self) -> None:
+        oldest = time.monotonic() - self._seconds - 1
+        while self._of and next(iter(self._of.values()))[1] < oldest:
+            self._of.popitem(last=False)

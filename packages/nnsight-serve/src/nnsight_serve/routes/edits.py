@@ -1,0 +1,84 @@
+"""Edits on the engine: to install one, to see what is installed, to clear."""
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+
+from nnsight_core.backend import EditInfo
+from nnsight_core.errors import EngineDeadError, PolicyError
+from nnsight_core.wire.frames import MEDIA_TYPE
+from nnsight_serve.body import decoded, read_frame
+from nnsight_serve.engine import Engine, while_alive
+from nnsight_serve.incoming import install_of
+from nnsight_serve.policy import policy_of
+from nnsight_serve.refusals import Refused
+from nnsight_vllm_worker.edits import NotInstalled
+
+routes = APIRouter()
+
+ADMIN = "admin"
+"""The name of the key that may clear the edits of others."""
+
+
+class EditList(BaseModel):
+    """The edits that are installed, in the order of their installation."""
+
+    edits: list[EditInfo]
+
+
+@routes.get("/edits")
+async def edits(engine: Engine) -> EditList:
+    """What is installed, with statistics."""
+    return EditList(edits=engine.edits.infos())
+
+
+@routes.post("/edits", response_model=EditInfo)
+async def install(request: Request, engine: Engine) -> Response:
+    """Install the edit that the body is; it belongs to every request from the answer on.
+
+    An edit that a worker refuses is answered with 422 and the worker's own frame, which holds the
+    error of the block.
+    """
+    state = request.app.state
+    frame = await read_frame(request, state.settings.max_body)
+    with decoded():
+        asked = await asyncio.to_thread(install_of, frame, policy_of(request))
+        blobs = state.uploads.take(asked.needs, asked.blobs)
+    owner = request.state.caller or asked.owner
+    try:
+        info = await engine.install(asked.spec, asked.carried, blobs, owner)
+    except NotInstalled as refused:
+        return Response(refused.frame.to_bytes(), 422, media_type=MEDIA_TYPE)
+    except EngineDeadError as error:
+        raise Refused(503, error) from None
+    return JSONResponse(info.model_dump(mode="json"))
+
+
+@routes.delete("/edits")
+async def clear(
+    request: Request, engine: Engine, id: Annotated[list[str] | None, Query()] = None
+) -> EditList:
+    """Clear some edits, or all of the caller's; gives those that are still installed.
+
+    Where keys have names, an edit is cleared by the key that installed it, or by the one named
+    `admin`. Edits that are not installed (any more) are passed over.
+    """
+    installed = {info.id: info.owner for info in engine.edits.infos()}
+    named = len(request.app.state.settings.api_keys) > 1
+    caller = request.state.caller
+    others = [e for e, owner in installed.items() if named and caller not in (owner, ADMIN)]
+    for edit in id or ():
+        if edit in others:
+            raise Refused(
+                403,
+                PolicyError(
+                    f"The edit {edit} is {installed[edit]}'s; that key clears it, or the one "
+                    f"named {ADMIN!r}."
+                ),
+            )
+    gone = [edit for edit in installed if edit not in others and (id is None or edit in id)]
+    await while_alive(engine.clear(gone))
+    return EditList(edits=engine.edits.infos())
