@@ -22,6 +22,7 @@ NAME = "begins with an underscore"
 NOT = "is not allowed"
 STATEMENT = "statements are not allowed"
 LARGE = "is the most"
+TIME = "ran for more than"
 
 ESCAPES: dict[str, tuple[str, str]] = {
     # -- walks over double underscores
@@ -242,19 +243,19 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "engine_by_inputs": ("x = layer.inputs[1].nothing", NOT),
     "engine_get": ("x = layer.get('a')", NOT + "|no module"),
     # -- loops and sizes
-    "loop_for_ever": ("while True:\n    pass", "ran for more than"),
+    "loop_for_ever": ("while True:\n    pass", TIME),
     "loop_that_catches": (
         "while True:\n    try:\n        while True:\n            pass\n"
         "    except BaseException:\n        pass",
-        "ran for more than",
+        TIME,
     ),
     "loop_that_catches_all": (
         "while True:\n    try:\n        pass\n    except:\n        pass",
-        "ran for more than",
+        TIME,
     ),
-    "loop_over_itself": ("x = [0]\nfor i in x:\n    x.append(i)", "ran for more than"),
-    "loop_in_a_comprehension": ("x = [0]\ny = [x.append(i) for i in x]", "ran for more than"),
-    "loop_in_map": ("x = [0]\ny = list(map(x.append, x))", "ran for more than"),
+    "loop_over_itself": ("x = [0]\nfor i in x:\n    x.append(i)", TIME),
+    "loop_in_a_comprehension": ("x = [0]\ny = [x.append(i) for i in x]", TIME),
+    "loop_in_map": ("x = [0]\ny = list(map(x.append, x))", TIME),
     "loop_by_extending": ("x = [0, 1]\nx.extend(zip(x, x))\nx += enumerate(x)\n1 / 0", "division"),
     "recursion": ("def f():\n    return f()\nf()", "recursion"),
     "long_range": ("x = sum(range(10 ** 12))", LARGE),

@@ -25,7 +25,6 @@ from nnsight_serve.policy import RESTRICTED
 from tests.core.wired import WiredBackend
 
 X = torch.ones(1, 2)
-LIMIT = 0.5
 
 
 def small_model(policy: Policy = RESTRICTED) -> TorchModel:
@@ -71,7 +70,6 @@ def run_of(
         policy=policy,
     )
     run = run_with(data, code, decode_names(data, decoder), 0, extra)
-    run.limit = LIMIT
     return run
 
 
@@ -84,10 +82,11 @@ def forged(text: str, **names: Any) -> tuple[BlockData, CodeEncoder]:
     return BlockData(source=source, filename="forged.py", line=2, function="f", names=forms), encoder
 
 
-def run_forged(model: TorchModel, text: str, **names: Any) -> Run:
+def run_forged(model: TorchModel, text: str, limit: float | None = None, **names: Any) -> Run:
     """Run a block of this text on a small model, as a worker does; gives its run."""
     data, encoder = forged(text, model=model, tracer=BLOCK_TRACER, **names)
     run = run_of(data, model, RESTRICTED, encoder.buffers, encoder)
+    run.limit = limit
     backend: Any = model._backend
     backend._run(Invoke(X, {}), run)
     backend.interleaver.drop(run)
@@ -106,4 +105,4 @@ def trace(model: Any, text: str, folder: Path, prompt: Any = X, **names: Any) ->
     return scope
 
 
-__all__ = ["LIMIT", "RESTRICTED", "TRUSTED", "X", "run_of", "small_model", "trace"]
+__all__ = ["RESTRICTED", "TRUSTED", "X", "run_of", "small_model", "trace"]

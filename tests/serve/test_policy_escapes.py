@@ -6,12 +6,20 @@ import os
 import re
 
 import pytest
-import torch
 
+from nnsight_core.backend import Invoke
 from nnsight_core.block_tracer import BLOCK_TRACER
 from nnsight_core.errors import BlockTimeout, LocationError, PolicyError
-from tests.serve.escapes import ESCAPES, NAMES
-from tests.serve.restricted import RESTRICTED, forged, run_forged, small_model
+from tests.serve.escapes import ESCAPES, NAMES, TIME
+from tests.serve.restricted import (
+    RESTRICTED,
+    TRUSTED,
+    X,
+    forged,
+    run_forged,
+    run_of,
+    small_model,
+)
 
 EXPECTED = (PolicyError, BlockTimeout, LocationError, RecursionError, TypeError, ZeroDivisionError)
 
@@ -21,10 +29,10 @@ def model():
     return small_model()
 
 
-def attempt(model, text, canary):
+def attempt(model, text, canary, limit=60.0):
     """Run a block; raises what it ended with."""
     names = {**NAMES, "layer": model[0], "other": model[2], "canary": str(canary)}
-    run = run_forged(model, text, **names)
+    run = run_forged(model, text, limit, **names)
     if run.error is not None:
         raise run.error
 
@@ -34,7 +42,7 @@ def test_a_way_out_is_closed(model, tmp_path, name):
     text, says = ESCAPES[name]
     canary, environment = tmp_path / "canary", dict(os.environ)
     with pytest.raises(EXPECTED, match=says) as raised:
-        attempt(model, text, canary)
+        attempt(model, text, canary, 0.3 if says == TIME else 60.0)
     assert type(raised.value) in EXPECTED
     assert not canary.exists() and dict(os.environ) == environment
     attempt(model, "x = (layer.output * 2).sum()", canary)
@@ -42,13 +50,11 @@ def test_a_way_out_is_closed(model, tmp_path, name):
 
 def test_without_the_policy_there_are_ways_out(tmp_path):
     canary = tmp_path / "canary"
-    from nnsight_core.policy import TRUSTED
-    from tests.serve.restricted import run_of
-
-    data, _ = forged("import os\nos.environ.get('A')\nopen(canary, 'w').close()", canary=str(canary))
-    root = small_model(TRUSTED)
-    run = run_of(data, root, TRUSTED)
-    root._backend._run(__import__("nnsight_core").backend.Invoke(torch.ones(1, 2), {}), run)
+    text = "import os\nx = ().__class__.__base__\nopen(canary, 'w').close()"
+    data, _ = forged(text, canary=str(canary))
+    model = small_model(TRUSTED)
+    run = run_of(data, model, TRUSTED)
+    model._backend._run(Invoke(X, {}), run)
     assert run.error is None and canary.exists()
 
 

@@ -60,6 +60,7 @@ def check_form(form: dict[str, Any]) -> None:
     elif tag == "range":
         _check_range(form.get("v"))
     elif tag == "nn":
+        _check_class(form["class"])
         check_state(form.get("state"))
 
 
@@ -118,6 +119,12 @@ def _check_range(bounds: Any) -> None:
         raise refused(f"a range of more than {MAX_ITEMS} numbers is not allowed")
 
 
+def _check_class(form: dict[str, Any]) -> None:
+    """Refuse a module whose class is none of PyTorch's own layers, as far as that is said here."""
+    if form["$"] == "path" and named(form["module"], form["name"]) not in LAYERS:
+        raise _other_class(form["name"])
+
+
 def check_state(state: Any) -> None:
     """Refuse the state of a module that holds more than a fresh one of its class would."""
     for name, held in (state.items() if isinstance(state, dict) else [("", None)]):
@@ -135,11 +142,7 @@ def check_layer(module: Any) -> nn.Module:
         PolicyError: it is something else, or holds what no such layer holds.
     """
     if type(module) not in LAYERS:
-        raise refused(
-            f"an nn.Module of the class {type(module).__name__} is not allowed",
-            "Build it of torch.nn's own layers (nn.Sequential, nn.Linear, ...), or write a "
-            "function that takes its weights.",
-        )
+        raise _other_class(type(module).__name__)
     fresh = vars(nn.Module())
     for name, held in vars(module).items():
         if name in _INNER:
@@ -168,6 +171,14 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list | set):
         return all(isinstance(part, _SCALARS) for part in value)
     return isinstance(value, _SCALARS)
+
+
+def _other_class(name: str) -> PolicyError:
+    return refused(
+        f"an nn.Module of the class {name} is not allowed",
+        "Build it of torch.nn's own layers (nn.Sequential, nn.Linear, ...), or write a function "
+        "that takes its weights.",
+    )
 
 
 def _odd(name: str) -> PolicyError:
