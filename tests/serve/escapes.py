@@ -104,10 +104,16 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "frame_of_a_generator": ("x = (i for i in [1]).gi_frame", NOT),
     "code_of_a_generator": ("x = (i for i in [1]).gi_code", NOT),
     "send_to_a_generator": ("x = (i for i in [1]).send", NOT),
-    "traceback_of_an_error": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e.__traceback__", PRIVATE),
+    "traceback_of_an_error": (
+        "try:\n    1 / 0\nexcept Exception as e:\n    x = e.__traceback__",
+        PRIVATE,
+    ),
     "frame_of_a_traceback": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e.tb_frame", NOT),
     "with_traceback": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e.with_traceback", NOT),
-    "context_of_an_error": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e.__context__", PRIVATE),
+    "context_of_an_error": (
+        "try:\n    1 / 0\nexcept Exception as e:\n    x = e.__context__",
+        PRIVATE,
+    ),
     "object_of_an_error": ("try:\n    [].nothing\nexcept Exception as e:\n    x = e.obj", NOT),
     "frame_back": ("x = model.f_back", "no module"),
     # -- texts

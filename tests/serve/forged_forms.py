@@ -33,36 +33,39 @@ def mapping(**parts: Any) -> dict[str, Any]:
 
 TENSOR = {"$": "tensor", "dtype": "float32", "shape": [], "b": 0}
 EXEC = path("builtins", "exec")
-PATHS = """
+_PATHS = """
     os.system os.environ os._exit os.remove posix.system subprocess.Popen subprocess.run sys.exit
     sys.modules shutil.rmtree pathlib.Path io.open builtins.open builtins.exec builtins.eval
     builtins.getattr builtins.setattr builtins.compile builtins.__import__ builtins.type
     builtins.object builtins.globals builtins.print importlib.import_module pickle.loads
     pickle.load marshal.loads types.FunctionType types.CodeType ctypes.CDLL ctypes.string_at
     socket.socket urllib.request.urlopen threading.Thread multiprocessing.Process
-    operator.attrgetter operator.methodcaller functools.reduce functools.partial inspect.currentframe
-    gc.get_objects sys._getframe code.interact pty.spawn webbrowser.open tempfile.mkstemp
-    torch.load torch.save torch.ops torch.hub.load torch.utils.cpp_extension.load torch.jit.load
-    torch.jit.script torch.compile torch.from_file torch.classes.load_library
+    operator.attrgetter operator.methodcaller functools.reduce functools.partial
+    inspect.currentframe gc.get_objects sys._getframe code.interact pty.spawn webbrowser.open
+    tempfile.mkstemp torch.load torch.save torch.ops torch.hub.load torch.utils.cpp_extension.load
+    torch.jit.load torch.jit.script torch.compile torch.from_file torch.classes.load_library
     torch.ops.load_library torch._C torch._dynamo.optimize torch.serialization.load
     torch.multiprocessing.spawn torch.distributed.init_process_group torch.empty torch.as_strided
-    torch.Tensor.numpy torch.Tensor.apply_ torch.Tensor.set_ torch.nn.Module torch.nn.Module.register_buffer
-    torch.cuda.memory.caching_allocator_delete torch.library.Library torch.autograd.Function
-    torch.storage.UntypedStorage numpy.load numpy.save numpy.fromfile numpy.memmap numpy.frompyfunc
-    numpy.vectorize numpy.ctypeslib.load_library numpy.lib.npyio.load math.factorial math.comb
-    nnsight_core.run.Run nnsight_core.run.current_run nnsight_core.run.need_run nnsight_core.node.Places
-    nnsight_core.code.compile_block nnsight_core.watchdog.WATCHDOG nnsight_vllm_worker.worker.startup
-    vllm.LLM transformers.AutoModel.from_pretrained transformers.pipeline typing.get_type_hints
-    warnings.linecache.os.system warnings.sys.exit torch.nn.functional.torch.load
-    torch.serialization.os.system
-""".split()
-MODULES = """
+    torch.Tensor.numpy torch.Tensor.apply_ torch.Tensor.set_ torch.nn.Module
+    torch.nn.Module.register_buffer torch.cuda.memory.caching_allocator_delete
+    torch.library.Library torch.autograd.Function torch.storage.UntypedStorage numpy.load
+    numpy.save numpy.fromfile numpy.memmap numpy.frompyfunc numpy.vectorize
+    numpy.ctypeslib.load_library numpy.lib.npyio.load math.factorial math.comb
+    nnsight_core.run.Run nnsight_core.run.current_run nnsight_core.run.need_run
+    nnsight_core.node.Places nnsight_core.code.compile_block nnsight_core.watchdog.WATCHDOG
+    nnsight_vllm_worker.worker.startup vllm.LLM transformers.AutoModel.from_pretrained
+    transformers.pipeline typing.get_type_hints warnings.linecache.os.system warnings.sys.exit
+    torch.nn.functional.torch.load torch.serialization.os.system
+"""
+PATHS = _PATHS.split()
+_MODULES = """
     os sys subprocess builtins importlib ctypes socket shutil pathlib io pickle posix gc inspect
-    types threading torch._C torch.utils torch.hub torch.jit torch.ops torch.cuda torch.serialization
-    torch.utils.cpp_extension torch.distributed nnsight_core.run nnsight_vllm_worker nnsight_serve
-    nnsight_serve.policy vllm transformers operator functools itertools typing this antigravity
-    numpy.lib numpy.ctypeslib __main__
-""".split()
+    types threading torch._C torch.utils torch.hub torch.jit torch.ops torch.cuda
+    torch.serialization torch.utils.cpp_extension torch.distributed nnsight_core.run
+    nnsight_vllm_worker nnsight_serve nnsight_serve.policy vllm transformers operator functools
+    itertools typing this antigravity numpy.lib numpy.ctypeslib __main__
+"""
+MODULES = _MODULES.split()
 
 FORMS: dict[str, Any] = {
     **{f"path {name}": path(*name.rsplit(".", 1)) for name in PATHS},
@@ -77,7 +80,9 @@ FORMS: dict[str, Any] = {
     "path in a function": function("def f():\n    return g\n", names={"g": EXEC}),
     "path in a module's state": layer(weight=EXEC),
     "pickle": {"$": "pickle", "b": 0},
-    "pickle in a function's names": function("def f():\n    pass\n", names={"g": {"$": "pickle", "b": 0}}),
+    "pickle in a function's names": function(
+        "def f():\n    pass\n", names={"g": {"$": "pickle", "b": 0}}
+    ),
     "pickle in a partial": {"$": "partial", "v": [{"$": "pickle", "b": 0}, None, None]},
     "class": {**function("class f:\n    pass\n"), "$": "class", "qualname": "f"},
     "class with code in its body": {
@@ -127,13 +132,18 @@ FORMS: dict[str, Any] = {
     "module with a backward hook": layer(_backward_hooks=mapping(a=path("torch", "relu"))),
     "module with a function in it": layer(bias=function("def f():\n    pass\n")),
     "named tuple of a library": {
-        **{"$": "named", "module": "nnsight_core.watch", "name": "Watch", "k": [], "v": []},
+        "$": "named",
+        "module": "nnsight_core.watch",
+        "name": "Watch",
+        "k": [],
+        "v": [],
     },
     "range without end": {"$": "range", "v": [0, 10**15, 1]},
     "range of texts": {"$": "range", "v": ["a", "b", "c"]},
 }
 """What a name may be made to hold, by what it is."""
-NAMES = (
-    "__builtins__ __nnsight_save__x _getattr_ _call_ _getitem_ _operate_ __name _x a.b a-b 1a".split()
-)
+_NAMES = """
+    __builtins__ __nnsight_save__x _getattr_ _call_ _getitem_ _operate_ __name _x a.b a-b 1a
+"""
+NAMES = _NAMES.split()
 """Names that a block may not have."""

@@ -47,7 +47,9 @@ class PolicyBackend(WiredBackend):
         data = encode_block(invoke, encoder)
         assert data is not None
         frame = read_frame(BlockMessage(block=data).frame(encoder.buffers).to_bytes())
-        return run_of(expect(frame, BlockMessage).block, self.root, self.policy, frame.buffers, encoder)
+        return run_of(
+            expect(frame, BlockMessage).block, self.root, self.policy, frame.buffers, encoder
+        )
 
 
 def run_of(
@@ -79,7 +81,9 @@ def forged(text: str, **names: Any) -> tuple[BlockData, CodeEncoder]:
     used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     forms = {name: encoder.encode(value) for name, value in names.items() if name in used}
     source = indent(text, "    ") + "\n"
-    return BlockData(source=source, filename="forged.py", line=2, function="f", names=forms), encoder
+    return BlockData(
+        source=source, filename="forged.py", line=2, function="f", names=forms
+    ), encoder
 
 
 def run_forged(model: TorchModel, text: str, limit: float | None = None, **names: Any) -> Run:

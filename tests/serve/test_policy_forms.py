@@ -67,7 +67,12 @@ def test_a_block_has_no_names_like_the_guards(name, field):
 
 @pytest.mark.parametrize(
     "source",
-    ["    " + "#" * (1 << 19) + "\n", "    x = " + "-" * 20000 + "1\n", "    x = \0\n", "    x = (\n"]
+    [
+        "    " + "#" * (1 << 19) + "\n",
+        "    x = " + "-" * 20000 + "1\n",
+        "    x = \0\n",
+        "    x = (\n",
+    ]
     + ["    x = " + "[" * 3000 + "]" * 3000 + "\n", "    x = '\ud800'\n", "    return 1\n"],
 )
 def test_a_text_that_cannot_be_read_is_refused(source):
@@ -112,7 +117,11 @@ def test_every_layer_on_the_list_travels(cls, root):
     "state",
     [{"_compiled_call_impl": path("torch", "relu")}, {"_call_impl": 1}, {"__class__": 1}]
     + [{"forward": path("torch", "zeros")}, {"_modules": {"$": "dict", "k": ["a"], "v": [1]}}]
-    + [{"_parameters": {"$": "dict", "k": ["a"], "v": ["b"]}}, {"_parameters": 1}, {"_modules": None}]
+    + [
+        {"_parameters": {"$": "dict", "k": ["a"], "v": ["b"]}},
+        {"_parameters": 1},
+        {"_modules": None},
+    ]
     + [{"in_features": {"$": "list", "v": [path("torch", "relu")]}}],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """What restricted blocks may do means what it means in trusted ones."""
 
+# ruff: noqa: E501 - each text stands on the line of its name
+
 from __future__ import annotations
 
 import functools

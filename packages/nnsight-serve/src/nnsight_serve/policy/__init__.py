@@ -13,7 +13,6 @@ POLICIES: dict[str, tuple[Policy, str]] = {
 """Each policy by its name on the command line, and the path at which engines find it."""
 
 
-
 def policy_of(request: Request) -> Policy:
     """The policy of the server that a request came to."""
     return POLICIES[request.app.state.settings.policy][0]

@@ -127,6 +127,15 @@ _CONTEXTS = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autoc
 _MADE = (*_CONTEXTS, torch.Size, torch.device, torch.finfo, torch.iinfo, nn.Parameter)
 
 
+def learn(module: str, name: str, value: Any) -> None:
+    """Let blocks call what stands under a name of the list."""
+    is_class = isinstance(value, type)
+    if is_class and value not in _MADE and not issubclass(value, BaseException | numpy.generic):
+        return  # to compare types with; nothing is made of it
+    looked_at = module.startswith("torch") and not is_class
+    CALLABLES[id(value)] = (value, name if looked_at else "")
+
+
 def _fill() -> None:
     for path, wanted in _NAMES.items():
         module = importlib.import_module(path)
@@ -139,15 +148,11 @@ def _fill() -> None:
             own = (getattr(value, "__module__", None), getattr(value, "__qualname__", None))
             if isinstance(own[0], str) and isinstance(own[1], str):
                 PATHS.setdefault((own[0], own[1]), value)
-            if isinstance(value, type) and not (
-                value in _MADE or issubclass(value, BaseException | numpy.generic)
-            ):
-                continue  # to compare types with; nothing is made of it
-            looked_at = path.startswith("torch") and not isinstance(value, type)
-            CALLABLES[id(value)] = (value, name if looked_at else "")
+            learn(path, name, value)
+    kernels: Any = vars(torch._C)["_nn"]
     # Where the front end says that PyTorch's own functions are.
     for name in _FUNCTIONAL.split():
-        if getattr(torch._C._nn, name, None) is getattr(nn.functional, name, 0):
+        if getattr(kernels, name, None) is getattr(nn.functional, name, 0):
             PATHS["torch._C._nn", name] = getattr(nn.functional, name)
 
 
@@ -182,7 +187,7 @@ METHODS: dict[type, frozenset[str]] = {
         torch.dtype: "is_complex is_floating_point is_signed itemsize",
         torch.finfo: "bits dtype eps max min resolution smallest_normal tiny",
         torch.iinfo: "bits dtype max min",
-        numpy.ndarray: "argmax argmin copy dtype item max mean min ndim shape size std sum T tolist",
+        numpy.ndarray: "argmax argmin copy dtype item max mean min ndim shape size sum T tolist",
     }.items()
 }
 """The attributes of values of exactly these types."""

@@ -99,20 +99,21 @@ def operands(symbol: str, left: Any, right: Any) -> None:
         if isinstance(right, _ARRAYS):
             multiplied(left, right) if symbol == "@" else broadcast([left, right])
         return
-    whole = isinstance(left, int), isinstance(right, int)
-    if symbol == "*":
-        if all(whole):
+    if isinstance(left, int) and isinstance(right, int):
+        if symbol == "*":
             bits(left.bit_length() + right.bit_length())
-        elif isinstance(left, _SEQUENCES) and whole[1]:
+        elif symbol == "**":
+            bits(left.bit_length() * max(right, 0))
+        elif symbol == "<<":
+            bits(left.bit_length() + max(right, 0))
+    elif symbol == "*":
+        if isinstance(left, _SEQUENCES) and isinstance(right, int):
             items(len(left) * right)
-        elif isinstance(right, _SEQUENCES) and whole[0]:
+        elif isinstance(right, _SEQUENCES) and isinstance(left, int):
             items(len(right) * left)
-    elif symbol == "+" and isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
-        items(len(left) + len(right))
-    elif symbol == "**" and all(whole):
-        bits(left.bit_length() * max(right, 0))
-    elif symbol == "<<" and all(whole):
-        bits(left.bit_length() + max(right, 0))
+    elif symbol == "+":
+        if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
+            items(len(left) + len(right))
     elif symbol == "%" and isinstance(left, str | bytes):
         formatted(left, right)
 
@@ -320,7 +321,11 @@ def _einsum(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     if "." in into or not arrow or len(terms) != len(given):
         _crossed(args, named)
         return
-    sizes = {c: n for term, t in zip(terms, given, strict=True) for c, n in zip(term, t.shape)}
+    sizes = {
+        c: n
+        for term, t in zip(terms, given, strict=True)
+        for c, n in zip(term, t.shape, strict=False)
+    }
     elements(math.prod(sizes.get(letter, 1) for letter in out))
 
 

@@ -18,13 +18,12 @@ from nnsight_serve.policy.allowed import LAYERS, MODULES, PATHS
 from nnsight_serve.policy.bounds import MAX_ITEMS
 from nnsight_serve.policy.text import MAX_SOURCE, refused, valid_name
 
-_DATA = frozenset(
-    """
+_PLAIN = """
     ref int float text result list tuple set frozenset dict named tensor tensors array scalar size
     bytes bytearray complex dtype device slice range ellipsis plain node source operation tracer
     tokenizer kept partial
-    """.split()
-)
+"""
+_DATA = frozenset(_PLAIN.split())
 _KNOWN = _DATA | {"path", "pymodule", "function", "nn"}
 _WHAT = {
     "class": "a class of your own is",
@@ -127,7 +126,7 @@ def _check_class(form: dict[str, Any]) -> None:
 
 def check_state(state: Any) -> None:
     """Refuse the state of a module that holds more than a fresh one of its class would."""
-    for name, held in (state.items() if isinstance(state, dict) else [("", None)]):
+    for name, held in state.items() if isinstance(state, dict) else [("", None)]:
         if name.endswith(_HOOKS) or "_hooks_" in name:
             if isinstance(held, dict) and (held.get("k") or held.get("v")):
                 raise refused("an nn.Module with hooks is not allowed", "Remove them first.")
@@ -154,9 +153,7 @@ def check_layer(module: Any) -> nn.Module:
         elif name.endswith(_HOOKS) or "_hooks_" in name:
             if held or name not in fresh:
                 raise _odd(name)
-        elif name.startswith("_") and name not in fresh and name != "_size":
-            raise _odd(name)
-        elif not _is_plain(held):
+        elif (name.startswith("_") and name not in (*fresh, "_size")) or not _is_plain(held):
             raise _odd(name)
     return module
 
@@ -185,7 +182,7 @@ def _odd(name: str) -> PolicyError:
     return refused(f"an nn.Module with {name!r} like that is not allowed")
 
 
-def readers(given: Readers) -> Readers:
+def allowed_readers(given: Readers) -> Readers:
     """How the values of names are decoded, given how they would be."""
 
     def function(form: dict[str, Any]) -> Any:

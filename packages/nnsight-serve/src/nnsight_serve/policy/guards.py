@@ -32,18 +32,18 @@ from nnsight_serve.policy.allowed import (
     REFUSED_BUILTINS,
     TENSOR,
     TYPES,
+    learn,
 )
 from nnsight_serve.policy.text import refused
 
 _VALUES = ("logits", "samples")
 _OF_NODES = frozenset((*SIDES, *_VALUES, "skip", "get", "tokenizer"))
 _OURS = (BlockTracer, StepChoice, StepLoop, Cache, CachedModule, CachedVisit)
-_TOKENIZER = frozenset(
-    """
+_OF_TOKENIZERS = """
     bos_token bos_token_id convert_ids_to_tokens convert_tokens_to_ids decode encode eos_token
     eos_token_id pad_token pad_token_id unk_token unk_token_id vocab_size
-    """.split()
-)
+"""
+_TOKENIZER = frozenset(_OF_TOKENIZERS.split())
 _TOKENIZER_OPTIONS = {"skip_special_tokens", "add_special_tokens"}
 _SCALARS = (bool, int, float, complex, str, type(None))
 _CACHED = frozenset(("keys", "items", "values", "get", "missing", "visits"))
@@ -65,7 +65,10 @@ def _attribute(owner: Any, name: str) -> Any:
         return getattr(owner, name)
     elif kind is ModuleType:
         if name in MODULES.get(owner.__name__, ()) and sys.modules[owner.__name__] is owner:
-            return getattr(owner, name)
+            value = getattr(owner, name)
+            if callable(value) and id(value) not in CALLABLES:
+                learn(owner.__name__, name, value)  # a library has put another in its place
+            return value
         raise _not_allowed(f"`{owner.__name__}.{name}`")
     elif _may_have(owner, kind, name):
         return getattr(owner, name)
@@ -76,10 +79,8 @@ def _may_have(owner: Any, kind: type, name: str) -> bool:
     if kind is LateResult:
         return name in RequestOutput.model_fields
     if kind in _OURS:
-        # What their classes have besides is the names of modules.
-        return not hasattr(kind, name) or not kind.__module__.startswith("nnsight_core.cache") or (
-            name in _CACHED or kind is CachedVisit
-        )
+        # What their classes do not have is the name of a module.
+        return not hasattr(kind, name) or name in _CACHED or kind not in (Cache, CachedModule)
     if isinstance(owner, tuple):
         fields = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", ())
         return name in fields or name in METHODS[tuple]
@@ -248,21 +249,23 @@ def _method(function: Any, owner: Any, name: str) -> Any:
         return functools.partial(_in_place_of_list, owner)
     elif type(owner) is list and name == "sort":
         return functools.partial(_sort, owner)
-    elif name in METHODS.get(type(owner), ()):
-        return function
-    elif isinstance(owner, Node | Operation) and name in ("skip", "get"):
-        return function
-    elif isinstance(owner, _OURS) and not name.startswith("_"):
-        return function
-    elif isinstance(owner, tuple) and name in METHODS[tuple]:
-        return function
-    elif isinstance(owner, numpy.generic) and name == "item":
-        return function
-    elif isinstance(owner, Run) and name in ("_save_method", "_keep_method"):
+    elif name in METHODS.get(type(owner), ()) or any(
+        isinstance(owner, kind) and name in names for kind, names in _OWN_METHODS
+    ):
         return function
     elif _is_tokenizer(type(owner)) and name in _TOKENIZER:
         return functools.partial(_tokenize, function)
     raise _not_allowed(f"to call {_named(function)}")
+
+
+_OWN_METHODS: list[tuple[Any, tuple[str, ...] | frozenset[str]]] = [
+    (Node | Operation, ("skip", "get")),
+    (BlockTracer, ("all", "stop", "cache", "barrier", "invoke")),
+    (Cache, _CACHED),
+    (tuple, METHODS[tuple]),
+    (numpy.generic, ("item",)),
+    (Run, ("_save_method", "_keep_method")),
+]
 
 
 def _named(function: Any) -> str:
@@ -417,7 +420,7 @@ def _format(value: Any, spec: str = "") -> str:
 
 def _sum(values: Any, start: Any = 0) -> Any:
     # `sum(lists, [])` makes every sum on the way.
-    if isinstance(start, int | float | complex) or isinstance(start, Tensor):
+    if isinstance(start, int | float | complex | Tensor):
         return sum(_getiter(values), start)
     total = start
     for value in values:

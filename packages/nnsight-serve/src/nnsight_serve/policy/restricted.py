@@ -13,7 +13,7 @@ from nnsight_core.wire.blocks import code_of
 from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.messages import BlockData
 from nnsight_serve.policy.allowed import MODULES, REFUSED_BUILTINS
-from nnsight_serve.policy.forms import check_form, check_names, readers
+from nnsight_serve.policy.forms import allowed_readers, check_form, check_names
 from nnsight_serve.policy.guards import BUILTINS, GUARDS, allow
 from nnsight_serve.policy.text import MAX_SOURCE, Guarding, refused
 
@@ -60,11 +60,13 @@ class Restricted(Policy):
     def guard(self, module: ast.Module, filename: str) -> ast.Module:
         return Guarding(filename).visit(module)
 
-    def readers(self, readers_of_all: Readers) -> Readers:
-        return readers(readers_of_all)
+    def readers(self, readers: Readers) -> Readers:
+        return allowed_readers(readers)
 
     def scope(self, extra: dict[str, Any]) -> dict[str, Any]:
-        given = {name: _plain_print(made) if name == "print" else made for name, made in extra.items()}
+        given = {
+            name: _plain_print(made) if name == "print" else made for name, made in extra.items()
+        }
         return {**GUARDS, "__builtins__": BUILTINS, **given}
 
 

@@ -93,9 +93,7 @@ class Guarding(RestrictingNodeTransformer):
 
     # -- names -----------------------------------------------------------------------------------
 
-    def check_name(
-        self, node: Any, name: str | None, allow_magic_methods: bool = False
-    ) -> None:
+    def check_name(self, node: Any, name: str | None, allow_magic_methods: bool = False) -> None:
         if name is not None and not valid_name(name):
             self.error(node, f"the name {name!r} is not allowed: it begins with an underscore")
 
