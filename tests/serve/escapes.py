@@ -195,6 +195,8 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "nn_made": ("x = nn.Linear(2, 2)", NOT),
     "functional_torch": ("x = F.torch.load(canary)", NOT),
     "functional_importlib": ("x = F.importlib", NOT),
+    "numpy_objects": ("x = np.exp([1], dtype='O')", "keyword"),
+    "numpy_out": ("x = array.sum(dtype='O')", "keyword"),
     "math_loader": ("x = math.factorial(10 ** 9)", NOT),
     "numpy_load": ("x = np.load(canary)", NOT),
     "numpy_save": ("np.save(canary, 1)", NOT),
@@ -301,6 +303,30 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "large_zeros_mapped": ("x = list(map(torch.zeros, [10 ** 12]))", LARGE),
     "large_zeros_as_a_key": ("x = sorted([10 ** 12], key=torch.zeros)", LARGE),
     "large_zeros_by_max": ("x = max([10 ** 12, 1], key=torch.zeros)", LARGE),
+    "large_zeros_by_a_tensor": ("x = torch.zeros(torch.tensor(10 ** 12))", LARGE),
+    "large_zeros_in_a_chain": (
+        "a = torch.ones(10 ** 6)\nx = a[:, None] < a[None] < 3",
+        "chain of comparisons",
+    ),
+    "large_contains": ("a = torch.ones(10 ** 6)\nx = a[:, None] in a[None]", LARGE),
+    "large_arange_by_names": ("x = torch.arange(step=1e-12, end=1, start=0)", LARGE),
+    "large_interleave_by_a_size": (
+        "x = torch.repeat_interleave(torch.ones(9), 2, output_size=10 ** 12)",
+        NOT,
+    ),
+    "large_select": (
+        "a = torch.ones(1, 10 ** 6)\nx = a.index_select(0, torch.zeros(10 ** 5).long())",
+        LARGE,
+    ),
+    "large_embedding": (
+        "i = torch.zeros(10 ** 6).long()\nx = F.embedding(i, torch.ones(1, 10 ** 4))",
+        LARGE,
+    ),
+    "large_nested_index": ("a = torch.ones(1, 10 ** 5)\nx = a[[[0] * 1000] * 1000]", LARGE),
+    "long_list_by_a_tensor": ("x = [0] * torch.tensor(10 ** 12)", LARGE),
+    "slow_svd": ("x = torch.linalg.svd(torch.ones(1, 1).expand(30000, 30000))", NOT),
+    "decorated_by_a_refused": ("@open\ndef f():\n    pass", NOT),
+    "decorated_by_a_class": ("@torch.Tensor\ndef f():\n    pass", NOT),
     "large_zeros_decorated": ("x = 0\n@torch.zeros\ndef f():\n    pass", "zeros|must be|argument"),
     "large_ones": ("x = torch.ones(10 ** 12)", LARGE),
     "large_full": ("x = torch.full((10 ** 12,), 1)", LARGE),
@@ -350,6 +376,7 @@ NAMES: dict[str, Any] = {
     "zeros": torch.zeros,
     "large": functools.partial(torch.zeros),
     "evil": evil,
+    "array": numpy.ones(3),
 }
 """What the texts call by name, beside `model`, `layer` and `other` (two of its modules), `tracer`
 and `canary`."""

@@ -18,7 +18,7 @@ from types import CodeType
 from nnsight_core.errors import CaptureError, NotSupportedError
 from nnsight_core.names import Names, analyse, arguments_of, declared_outside
 from nnsight_core.policy import TRUSTED, Policy
-from nnsight_core.traceback import first_line
+from nnsight_core.traceback import first_line, no_file
 
 SAVE = "__nnsight_save__"
 """The name under which a block's scope holds the function that `x.save()` calls."""
@@ -111,7 +111,9 @@ def compile_block(
     ast.increment_lineno(module, -above)
     try:
         flags = __future__.annotations.compiler_flag if lazy else 0
-        compiled = compile(module, filename, "exec", flags, dont_inherit=True)
+        # What is guarded names any file that it likes, and whoever shows its lines would open it.
+        named = no_file(filename) if policy.guards else filename
+        compiled = compile(module, named, "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         place = f"{filename}:{(error.lineno or 1) + above}"
         raise CaptureError(f"{place}: {error.msg} of the block.") from error

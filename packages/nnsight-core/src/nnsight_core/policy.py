@@ -46,6 +46,13 @@ class Policy:
             PolicyError: it is not allowed.
         """
 
+    def check_sampling(self, sampling: dict[str, Any]) -> None:
+        """Look at the sampling arguments of a request, as typed values.
+
+        Raises:
+            PolicyError: one of them is not allowed.
+        """
+
     def guard(self, module: ast.Module, filename: str) -> ast.Module:
         """The text of a block, or of a function that it uses, as it is to be compiled.
 

@@ -11,6 +11,20 @@ CALL = "<nnsight fn=>"
 _OURS = ("nnsight_core", "nnsight_vllm_worker", "nnsight_serve")
 
 
+def no_file(filename: str) -> str:
+    """A user's file as the name of code here, under which no file of this machine is found."""
+    return f"<{_ELSEWHERE}{filename}>"
+
+
+def users_file(filename: str) -> str:
+    """The user's file that code here is named by."""
+    ours = filename.startswith(f"<{_ELSEWHERE}")
+    return filename[len(_ELSEWHERE) + 1 : -1] if ours else filename
+
+
+_ELSEWHERE = "of the user: "
+
+
 def user_traceback(traceback: TracebackType | None, block: CodeType) -> TracebackType | None:
     """The part of a traceback from the block's own frame on, without our frames at its end."""
     found = traceback

@@ -73,6 +73,8 @@ def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
         raise ProtocolError("The trace has no invokes.")
     for data in message.blocks:
         policy.check(data)
+    for invoke in message.invokes:
+        policy.check_sampling(invoke.sampling)
     blobs = _blobs(message.blobs, frame)
     blocks = [_carried(data, frame) for data in message.blocks]
     needs = [digest for block in blocks for digest in block.blobs]

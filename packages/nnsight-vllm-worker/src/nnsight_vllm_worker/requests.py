@@ -23,6 +23,7 @@ from nnsight_core.lowering import Lowered
 from nnsight_core.node import Root
 from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.run import Run, current_run
+from nnsight_core.traceback import users_file
 from nnsight_core.watch import Watch
 from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import encode_ended, encode_saved
@@ -404,7 +405,7 @@ class Tracing:
                 module=category.__module__,
                 name=category.__qualname__,
                 message=str(message),
-                filename=filename,
+                filename=users_file(filename),
                 line=lineno,
             )
         )

@@ -7,14 +7,13 @@ raises on the line in question.
 from __future__ import annotations
 
 import ast
-import builtins
 import linecache
 from collections.abc import Iterable, Iterator
 from types import CodeType, TracebackType
 
 from pydantic import BaseModel, ConfigDict
 
-from nnsight_core.traceback import first_line, is_ours
+from nnsight_core.traceback import first_line, is_ours, users_file
 
 MAX_FRAMES = 1000
 """How many frames of a traceback travel; of a longer one its two ends."""
@@ -47,16 +46,11 @@ def frames_of(traceback: TracebackType | None) -> Iterator[FrameRecord]:
         code = frame.tb_frame.f_code
         line = frame.tb_lineno or 0
         yield FrameRecord(
-            filename=code.co_filename,
+            filename=users_file(code.co_filename),
             line=line,
             function=code.co_name,
-            text="" if _guarded(frame) else linecache.getline(code.co_filename, line).strip()[:200],
+            text=linecache.getline(code.co_filename, line).strip()[:200],
         )
-
-
-def _guarded(traceback: TracebackType) -> bool:
-    """Whether a frame runs under a policy: the file that it names may be any of this machine's."""
-    return traceback.tb_frame.f_builtins is not vars(builtins)
 
 
 def traceback_of(frames: Iterable[FrameRecord]) -> TracebackType | None:

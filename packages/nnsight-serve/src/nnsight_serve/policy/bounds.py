@@ -25,6 +25,10 @@ MAX_ITEMS = 10_000_000
 """How many items a list, tuple or range may have, and how many characters a text."""
 MAX_BITS = 1 << 16
 """How many bits a whole number may have."""
+MAX_CUBIC = 1 << 36
+"""How many steps a decomposition may take: the size of a matrix times its smaller side."""
+MAX_TOKENIZED = 1 << 17
+"""How many characters, or ids, a tokenizer takes."""
 _SEQUENCES = (str, bytes, list, tuple)
 _ARRAYS = (Tensor, numpy.ndarray)
 
@@ -75,6 +79,8 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
+    "in": lambda left, right: left in right,
+    "not in": lambda left, right: left not in right,
 }
 IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.iadd,
@@ -93,11 +99,17 @@ IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def whole(value: Any) -> int | None:
+    """A whole number as Python takes it for a size, whatever holds it; None if it is none."""
+    if isinstance(value, Tensor):
+        return None if value.is_floating_point() or value.numel() != 1 else int(value)
+    return int(value) if isinstance(value, int | numpy.integer) else None
+
+
 def operands(symbol: str, left: Any, right: Any) -> None:
     """Refuse an operation that would make something too large."""
-    if isinstance(left, _ARRAYS):
-        if isinstance(right, _ARRAYS):
-            multiplied(left, right) if symbol == "@" else broadcast([left, right])
+    if isinstance(left, _ARRAYS) and isinstance(right, _ARRAYS):
+        multiplied(left, right) if symbol == "@" else broadcast([left, right])
         return
     if isinstance(left, int) and isinstance(right, int):
         if symbol == "*":
@@ -107,10 +119,10 @@ def operands(symbol: str, left: Any, right: Any) -> None:
         elif symbol == "<<":
             bits(left.bit_length() + max(right, 0))
     elif symbol == "*":
-        if isinstance(left, _SEQUENCES) and isinstance(right, int):
-            items(len(left) * right)
-        elif isinstance(right, _SEQUENCES) and isinstance(left, int):
-            items(len(right) * left)
+        if isinstance(left, _SEQUENCES):
+            items(len(left) * (whole(right) or 0))
+        elif isinstance(right, _SEQUENCES):
+            items(len(right) * (whole(left) or 0))
     elif symbol == "+":
         if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
             items(len(left) + len(right))
@@ -173,8 +185,10 @@ def _numbers(*values: Any) -> list[int]:
     for value in values:
         if isinstance(value, list | tuple):
             found += _numbers(*value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            found.append(abs(value))
+        elif not isinstance(value, bool):
+            number = whole(value)
+            if number is not None:
+                found.append(abs(number))
     return found
 
 
@@ -203,15 +217,14 @@ def _new_sized(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 
 
 def _counted(args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """`arange(start, end, step)`."""
-    steps = [a for a in (*args, *named.values()) if isinstance(a, int | float | Tensor)]
-    numbers = [float(step) for step in steps]
-    first, last, step = 0.0, numbers[0] if numbers else 0.0, 1.0
-    if len(numbers) > 1:
-        first, last = numbers[:2]
-    if len(numbers) > 2 and numbers[2]:
-        step = numbers[2]
-    count = abs((last - first) / step)
+    """`arange(start, end, step)`, or `arange(end)`."""
+    given = [float(part) for part in args[:3]]
+    first = float(named.get("start", given[0] if len(given) > 1 else 0))
+    last = float(named.get("end", given[1] if len(given) > 1 else given[0] if given else 0))
+    step = float(named.get("step", given[2] if len(given) > 2 else 1))
+    if len(given) == 1 and "end" in named:
+        first = given[0]
+    count = abs(last - first) / (abs(step) or 1)
     elements(int(count) if math.isfinite(count) else MAX_ELEMENTS + 1)
 
 
@@ -226,26 +239,28 @@ def _repeated(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 
 
 def _interleaved(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if "output_size" in named:
+        raise refused("`repeat_interleave(output_size=...)` is not allowed", "Leave it out.")
     repeats = args[1] if len(args) > 1 else named.get("repeats", 1)
     given = args[0] if args and isinstance(args[0], Tensor) else None
     if isinstance(repeats, Tensor):
         most = int(repeats.sum()) if repeats.numel() else 0
         elements(most * (given.numel() if given is not None else 1))
-    elif given is not None and isinstance(repeats, int):
-        elements(given.numel() * abs(repeats))
+    elif given is not None:
+        elements(given.numel() * abs(whole(repeats) or 0))
 
 
 def _expanded(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     given = args[0] if args and isinstance(args[0], Tensor) else None
     wanted = [*args[1:], *named.values()]
-    if any(isinstance(part, Tensor) for part in wanted):
+    if any(isinstance(part, Tensor) and part.dim() for part in wanted):
         broadcast(list(tensors_in(*args, *named.values())))
         return
     shape = [n for part in wanted for n in (part if isinstance(part, list | tuple) else [part])]
     kept = list(given.shape) if given is not None else []
     kept = [1] * (len(shape) - len(kept)) + kept
-    sizes = [k if n == -1 else n for n, k in zip(shape, kept, strict=False) if isinstance(n, int)]
-    elements(math.prod(sizes))
+    counted = [(whole(n), k) for n, k in zip(shape, kept, strict=False)]
+    elements(math.prod(k if n is None or n == -1 else n for n, k in counted))
 
 
 def _joined(args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -286,13 +301,27 @@ def _square(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 
 
 def _picked(args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """`index_select`, `embedding`: a row for each index."""
+    """`index_select(x, dim, index)`."""
     given = list(tensors_in(*args, *named.values()))
     if len(given) > 1:
-        one, other = given[0], given[1]
-        row = max(1, *(t.numel() // max(1, min(t.shape, default=1)) for t in (one, other)))
-        count = min(one.numel(), other.numel())
-        elements(count * row)
+        dims = _numbers(args[1:2], named.get("dim"))
+        size = given[0].shape[dims[0]] if dims and dims[0] < given[0].dim() else 1
+        elements(given[0].numel() // max(1, size) * given[1].numel())
+
+
+def _embedded(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`embedding(indices, weights)`."""
+    given = list(tensors_in(*args, *named.values()))
+    if len(given) > 1 and given[1].dim():
+        elements(given[0].numel() * given[1].shape[-1])
+
+
+def _cubic(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """What takes time as the third power of a matrix's size, where no time limit reaches it."""
+    for tensor in tensors_in(*args, *named.values()):
+        if tensor.dim() > 1 and tensor.numel() * min(tensor.shape[-2:]) > MAX_CUBIC:
+            raise refused(f"a decomposition of {list(tensor.shape)} is not allowed", "Take less.")
+    _any(args, named)
 
 
 def _drawn(args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -350,7 +379,13 @@ _CHECKS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], None]] = {
     **dict.fromkeys(("linear",), _linear),
     "inner": _inner,
     "diag": _diagonal,
-    **dict.fromkeys(("index_select", "embedding"), _picked),
+    "index_select": _picked,
+    "embedding": _embedded,
+    **dict.fromkeys(
+        ("svd", "svdvals", "eigh", "eigvalsh", "eig", "eigvals", "inv", "pinv"), _cubic
+    ),
+    **dict.fromkeys(("inverse", "pinverse", "det", "slogdet", "logdet", "qr"), _cubic),
+    **dict.fromkeys(("qr", "cholesky", "lstsq", "solve", "matrix_rank", "matrix_norm"), _cubic),
     "multinomial": _drawn,
     **dict.fromkeys(("split", "unbind", "chunk", "tensor_split"), _apart),
     "tolist": _listed,
@@ -380,11 +415,22 @@ def layer(module: nn.Module, given: tuple[Any, ...]) -> None:
 def index(tensor: Tensor, at: Any) -> None:
     """Refuse an index that would pick too much out of a tensor."""
     parts = at if isinstance(at, tuple) else (at,)
-    count = 0
-    for part in parts:
-        if isinstance(part, Tensor):
-            count = max(count, part.numel())
-        elif isinstance(part, list):
-            count = max(count, len(part))
-    if count:
-        elements(count * (tensor.numel() // max(1, min(tensor.shape, default=1))))
+    axis, count, size = 0, 0, 1
+    for place, part in enumerate(parts):
+        if part is Ellipsis:
+            axis = max(0, tensor.dim() - (len(parts) - place - 1))
+        elif isinstance(part, Tensor | numpy.ndarray) and str(part.dtype)[-4:] == "bool":
+            axis += len(part.shape)  # it picks no more than there is
+        elif isinstance(part, Tensor | numpy.ndarray | list):
+            count = max(count, _count(part))
+            size *= tensor.shape[axis] if axis < tensor.dim() else 1
+            axis += 1
+        elif part is not None:
+            axis += 1
+    elements(count * (tensor.numel() // max(1, size)))
+
+
+def _count(index: Any) -> int:
+    if isinstance(index, list):
+        return sum(_count(part) if isinstance(part, list) else 1 for part in index)
+    return math.prod(index.shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -164,6 +165,13 @@ def _spread(values: Any) -> Any:
     return values
 
 
+def _single(value: Any) -> Any:
+    """A part of `a < b < c`, which has a meaning for single values only."""
+    if isinstance(value, Tensor | numpy.ndarray) and math.prod(value.shape) > 1:
+        raise refused("a chain of comparisons of tensors is not allowed", "Compare two at a time.")
+    return value
+
+
 def _operate(symbol: str, left: Any, right: Any) -> Any:
     """`left symbol right`."""
     bounds.operands(symbol, left, right)
@@ -218,6 +226,8 @@ def _call(function: Any) -> Any:
     kind = type(function)
     known = CALLABLES.get(id(function))
     if known is not None and known[0] is function:
+        if isinstance(function, numpy.ufunc):
+            return _plain_call(function)
         return _bounded(known[1], function) if known[1] else function
     if kind is FunctionType:
         if function.__builtins__ is BUILTINS:
@@ -228,6 +238,7 @@ def _call(function: Any) -> Any:
         if function in _CLASSES:
             return _over(function) if function in _GATHERING else function
     elif isinstance(function, Node):
+        _check_module(function)
         return function
     elif kind in LAYERS:
         return _layer(function)
@@ -236,6 +247,16 @@ def _call(function: Any) -> Any:
     elif kind is _Refusal:
         raise function.error()
     raise _not_allowed(f"to call {_named(function)}")
+
+
+def _check_module(node: Node) -> None:
+    """Refuse to call what writes the keys and values of every request."""
+    module = node._places.modules.get(node._path)
+    if module is not None and any(hasattr(part, "kv_cache") for part in module.modules()):
+        raise refused(
+            f"to call {node!r} is not allowed: it holds the keys and values of all requests,",
+            "Read its output instead.",
+        )
 
 
 def _method(function: Any, owner: Any, name: str) -> Any:
@@ -249,6 +270,8 @@ def _method(function: Any, owner: Any, name: str) -> Any:
         return functools.partial(_in_place_of_list, owner)
     elif type(owner) is list and name == "sort":
         return functools.partial(_sort, owner)
+    elif isinstance(owner, numpy.ndarray) and name in METHODS[numpy.ndarray]:
+        return _plain_call(function)
     elif name in METHODS.get(type(owner), ()) or any(
         isinstance(owner, kind) and name in names for kind, names in _OWN_METHODS
     ):
@@ -300,6 +323,15 @@ def _over(function: Any) -> Any:
     return called
 
 
+def _plain_call(function: Any) -> Any:
+    """A function of NumPy's, whose keywords may make an array hold anything."""
+
+    def called(*args: Any, axis: Any = None) -> Any:
+        return function(*args) if axis is None else function(*args, axis=axis)
+
+    return called
+
+
 def _in_place_of_list(owner: list[Any], values: Iterable[Any]) -> None:
     found = values if type(values) is list else list(values)
     bounds.items(len(owner) + len(found))
@@ -314,6 +346,9 @@ def _tokenize(function: Any, *args: Any, **named: Any) -> Any:
     odd = next((name for name in named if name not in _TOKENIZER_OPTIONS), None)
     if odd is not None or len(args) > 1:
         raise _not_allowed(f"`{odd or 'a second argument'}` of a tokenizer")
+    given = args[0] if args else ""
+    if isinstance(given, str | list | tuple | Tensor) and len(given) > bounds.MAX_TOKENIZED:
+        raise bounds.too_large("a text to tokenize", len(given), bounds.MAX_TOKENIZED)
     return function(*args, **named)
 
 
@@ -482,6 +517,7 @@ GUARDS: dict[str, Any] = {
     "_side_": _side,
     "_spread_": _spread,
     "_operate_": _operate,
+    "_single_": _single,
     "_inplacevar_": _in_place,
     "_augment_item_": _augment_item,
     "_augment_side_": _augment_side,

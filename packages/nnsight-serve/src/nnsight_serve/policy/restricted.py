@@ -57,6 +57,13 @@ class Restricted(Policy):
         _check_builtins(code, form["names"])
         _check_modules(code, form["names"])
 
+    def check_sampling(self, sampling: dict[str, Any]) -> None:
+        if "lora_request" in sampling:
+            raise refused(
+                "`lora_request` is not allowed: it names a file of the server",
+                "Ask whoever runs it for a server that loads the adapter.",
+            )
+
     def guard(self, module: ast.Module, filename: str) -> ast.Module:
         return Guarding(filename).visit(module)
 

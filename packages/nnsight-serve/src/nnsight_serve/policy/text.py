@@ -44,6 +44,8 @@ _SYMBOLS: dict[type[ast.operator] | type[ast.cmpop], str] = {
     ast.LtE: "<=",
     ast.Gt: ">",
     ast.GtE: ">=",
+    ast.In: "in",
+    ast.NotIn: "not in",
 }
 _ADVICE = {
     ast.Import: "Import above the block: modules that are allowed travel by their names.",
@@ -122,7 +124,9 @@ class Guarding(RestrictingNodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         self.check_name(node, node.name)
         self.check_function_argument_names(node)
-        return self.node_contents_visit(node)
+        node = self.node_contents_visit(node)
+        node.decorator_list = [_call("_call_", part, part) for part in node.decorator_list]
+        return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
         """`x[i] += v` keeps Python's order: `x`, `i`, `x[i]`, `v`, then the store."""
@@ -210,8 +214,12 @@ class Guarding(RestrictingNodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         node = self.node_contents_visit(node)
+        if len(node.ops) > 1:
+            node.left = _call("_single_", node, node.left)
+            node.comparators = [_call("_single_", node, part) for part in node.comparators]
+            return node
         symbol = _SYMBOLS.get(type(node.ops[0]))
-        if len(node.ops) > 1 or symbol is None:
+        if symbol is None:  # `is`
             return node
         return _call("_operate_", node, ast.Constant(symbol), node.left, node.comparators[0])
 
