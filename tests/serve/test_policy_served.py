@@ -309,3 +309,31 @@ def test_a_plan_is_the_same_under_the_policy(model, trusted):
         return len(x), result.ways
 
     assert block(model) == block(trusted)
+
+
+@pytest.mark.parametrize("token", [10**6, -1, 10**9])
+def test_a_token_that_the_model_does_not_have_is_not_written(model, token, goes_on):
+    with pytest.raises(WriteError, match=f"the token {token}"), model.trace(PROMPT, **SAMPLING):
+        model.samples[:] = token
+
+
+def test_an_adapter_names_a_file_of_the_server(model, goes_on):
+    with pytest.raises(PolicyError, match="names a file"):
+        model.generate(PROMPT, **SAMPLING, lora_request={"name": "a", "path": "/etc"})
+
+
+def test_attention_is_not_called_since_it_holds_the_keys_of_all(model, tmp_path, goes_on):
+    text = "h = model.transformer.h[0].attn.input\nx = model.transformer.h[0].attn(h).save()"
+    with pytest.raises(PolicyError, match="keys and values of all requests"):
+        trace(model, text, tmp_path, PROMPT, sampling=SAMPLING)
+    inner = "x = model.transformer.h[0].attn.attn(*[model.transformer.h[0].attn.input] * 3)"
+    with pytest.raises(PolicyError, match="keys and values of all requests"):
+        trace(model, inner, tmp_path, PROMPT, sampling=SAMPLING)
+
+
+@pytest.mark.parametrize("name", ["config", "load_weights", "vllm_config", "compute_logits"])
+def test_nothing_of_the_engine_is_handed_out(model, tmp_path, name):
+    data, _ = forged(f"x = model.{name}", model=model)
+    assert data.names["model"]["$"] == "node"
+    with pytest.raises((PolicyError, LocationError)):
+        trace(model, f"m = model\nx = m.{name}.save()", tmp_path, PROMPT, sampling=SAMPLING)

@@ -183,6 +183,7 @@ class Attached:
         self.tracing.tables = Tables(self.loaded.taps)
         self.tracing.record = self._record_inner
         self._interleaver = interleaver
+        interleaver.vocabulary = config.get_vocab_size()
         taps, compiled = self.loaded.taps, self.loaded.compiled
         self.steps = self.loaded.steps = Steps(rows, interleaver, self.tracing, taps, compiled)
         port.attach(self.steps)

@@ -123,8 +123,8 @@ LAYERS: frozenset[type] = frozenset(
     if isinstance(cls := getattr(nn, name, None), type) and issubclass(cls, nn.Module)
 )
 """The classes of modules that may travel."""
-_CONTEXTS = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast)
-_MADE = (*_CONTEXTS, torch.Size, torch.device, torch.finfo, torch.iinfo, nn.Parameter)
+CONTEXTS = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast)
+_MADE = (*CONTEXTS, torch.Size, torch.device, torch.finfo, torch.iinfo, nn.Parameter)
 
 
 def learn(module: str, name: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from nnsight_core.policy import Readers
 from nnsight_serve.policy.allowed import LAYERS, MODULES, PATHS
 from nnsight_serve.policy.bounds import MAX_ITEMS
 from nnsight_serve.policy.text import MAX_SOURCE, refused, valid_name
+from nnsight_serve.policy.values import OUTSIDE
 
 _PLAIN = """
     ref int float text result list tuple set frozenset dict named tensor tensors array scalar size
@@ -155,6 +156,7 @@ def check_layer(module: Any) -> nn.Module:
                 raise _odd(name)
         elif (name.startswith("_") and name not in (*fresh, "_size")) or not _is_plain(held):
             raise _odd(name)
+    OUTSIDE.add(module)
     return module
 
 
