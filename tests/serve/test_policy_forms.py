@@ -80,6 +80,23 @@ def test_a_text_that_cannot_be_read_is_refused(source):
         RESTRICTED.check(block(source))
 
 
+@pytest.mark.parametrize("line", [-5, 0, 2**31, 2**40, 10**30])
+def test_a_text_on_an_odd_line_is_taken_or_refused(line):
+    data = block("    x = 1\n    y = 2\n").model_copy(update={"line": line})
+    try:
+        RESTRICTED.check(data)
+    except REFUSED as error:
+        assert "forged.py" in str(error)
+
+
+def test_many_functions_are_as_long_as_one():
+    data = block()
+    text = "def f():\n    pass\n" + "#" * (1 << 17)
+    data.names["v"] = {"$": "list", "v": [function(text, **{"#": n}) for n in range(3)]}
+    with pytest.raises(PolicyError, match="functions of more than"):
+        RESTRICTED.check(data)
+
+
 def test_what_is_on_the_list_is_taken(root):
     for module, name in [("torch", "exp"), ("torch.nn.functional", "relu"), ("math", "sqrt")]:
         assert decode(path(module, name), root) is PATHS[module, name]

@@ -81,6 +81,8 @@ x.save()
     "skip": "model[1].skip(torch.zeros(1, 2))\nx = model[2].output.save()",
     "functions": "x = helper(model[0].output, by=3.0).save()",
     "functions_decorated": "def twice(f):\n    return lambda *a: f(*a) * 2\n@twice\ndef g(v):\n    return v + 1\nx = g(model[0].output).save()",
+    "functions_without_gradients": "@torch.no_grad()\ndef g(v):\n    return v + 1, torch.is_tensor(v)\nx = g(model[0].output)\nx.save()",
+    "functions_without_gradients_from_outside": "x = gradless(model[0].output).save()",
     "functions_partial": "x = part(model[0].output).save()",
     "functions_by_path": "x = relu(softmax(model[0].output, dim=-1) - 0.5).save()",
     "outside": "x = (sae(model[0].output) + steer * number, table['a'][0], array.sum(), ids)\nx.save()",
@@ -90,7 +92,16 @@ x.save()
     "conditions": "h = model[0].output\nif h.sum().item() > 0 or not h.numel():\n    x = 'more'\nelse:\n    x = 'less'\nx.save()",
     "while_loops": "n, x = 0, []\nwhile n < 5:\n    n += 1\n    if n == 2:\n        continue\n    if n == 4:\n        break\n    x.append(n)\nelse:\n    x.append('end')\nx.save()",
 }
+
+
+@torch.no_grad()
+def gradless(x):
+    """A function of the user's that is decorated."""
+    return x * 3
+
+
 OUTSIDE = {
+    "gradless": gradless,
     "helper": helper,
     "part": functools.partial(helper, by=5.0),
     "relu": F.relu,

@@ -331,6 +331,21 @@ def test_attention_is_not_called_since_it_holds_the_keys_of_all(model, tmp_path,
         trace(model, inner, tmp_path, PROMPT, sampling=SAMPLING)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = model.transformer.h[0].attn.attn.kv_cache",
+        "x = model.transformer.h[0].attn.attn.source",
+        "x = model.transformer.h[0].attn.attn.source.whatever.inputs",
+        "x = model.logits_processor.inputs[0][0].weight",
+        "x = model.logits_processor.inputs[0][0](1)",
+    ],
+)
+def test_what_all_requests_share_is_not_handed_out(model, tmp_path, text, goes_on):
+    with pytest.raises(PolicyError):
+        trace(model, text, tmp_path, PROMPT, sampling=SAMPLING)
+
+
 @pytest.mark.parametrize("name", ["config", "load_weights", "vllm_config", "compute_logits"])
 def test_nothing_of_the_engine_is_handed_out(model, tmp_path, name):
     data, _ = forged(f"x = model.{name}", model=model)

@@ -17,6 +17,8 @@ from nnsight_serve.policy.allowed import CALLABLES, REFUSED_BUILTINS, TYPES
 from nnsight_serve.policy.calls import BUILTINS, CLASSES, Refusal, called, over
 from nnsight_serve.policy.values import each, not_allowed, operate, text
 
+__all__ = ["BUILTINS"]
+
 
 def _range(*args: Any) -> range:
     made = range(*args)

@@ -35,7 +35,9 @@ class Restricted(Policy):
 
     def check(self, block: BlockData) -> None:
         if len(block.source) > MAX_SOURCE:
-            raise refused(f"{block.filename}: a block of more than {MAX_SOURCE} characters is not")
+            raise refused(
+                f"{block.filename}: a block of more than {MAX_SOURCE} characters is not allowed"
+            )
         check_names(block.names)
         check_names(block.targets)
         check_names(block.shared)
@@ -44,9 +46,13 @@ class Restricted(Policy):
             place = f"{block.filename}:{code.names.needs.get(name, block.line)}: {name!r}"
             for part in tagged(form):
                 _say(place, check_form, part)
-        for part in tagged(*block.names.values()):
-            if part["$"] == "function":
-                self._check_function(part)
+        functions = [part for part in tagged(*block.names.values()) if part["$"] == "function"]
+        if sum(len(part["source"]) for part in functions) > MAX_SOURCE:
+            raise refused(
+                f"{block.filename}: functions of more than {MAX_SOURCE} characters are not allowed"
+            )
+        for part in functions:
+            self._check_function(part)
         _check_builtins(code, block.names)
         _check_modules(code, block.names)
 
