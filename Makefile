@@ -8,8 +8,16 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Passed on to the tool behind a verb: make test ARGS="tests/core -k wire"
 ARGS ?=
 
+# What means the same on a server runs there a second time (tests/fixtures/served.py).
+SERVED_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers edits errors features \
+  keep lora refusals steps tables trace ways)) tests/processes/test_async.py
+
 PACKAGES := $(addprefix packages/nnsight-,core vllm-worker serve client)
-CLIENT_PACKAGES := $(addprefix packages/nnsight-,core client)
+CLIENT_# What means the same on a server runs there a second time (tests/fixtures/served.py).
+SERVED_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers edits errors features \
+  keep lora refusals steps tables trace ways)) tests/processes/test_async.py
+
+PACKAGES := $(addprefix packages/nnsight-,core client)
 CLIENT_SOURCES := $(shell find $(CLIENT_PACKAGES) -name '*.py' -o -name pyproject.toml -o -name README.md)
 
 PY := .venv/bin/python
@@ -32,6 +40,7 @@ test: .venv/.ready .venv-client/.ready ## Run the tests, on vLLM's CPU backend
 	$(PY) -m pytest $(or $(ARGS),--ignore=tests/docs --ignore=tests/processes)
 	$(if $(ARGS),,$(PY) -m pytest tests/docs)
 	$(if $(ARGS),,$(PY) -m pytest tests/processes)
+	$(if $(ARGS),,NNSIGHT_TEST_SERVED=1 $(PY) -m pytest $(SERVED_TESTS))
 
 lint: .venv/.ready ## Check style, format, types and import directions; changes nothing
 	$(PY) -m ruff check .

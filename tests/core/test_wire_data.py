@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from nnsight_core import EncodeError, ProtocolError
 from nnsight_core.values import flat
 from nnsight_core.wire.data import MAX_DEPTH, Decoder, Encoder
-from nnsight_core.wire.frames import Frame, read_frame
+from nnsight_core.wire.frames import Frame, FrameReader, read_frame
 
 from . import nets
 
@@ -392,3 +392,20 @@ def test_packed_tensors_that_do_not_fit_are_refused(change: dict[str, Any]) -> N
     _, encoder, form = packed([torch.full((2, 3), float(i)) for i in range(50)])
     with pytest.raises(ProtocolError):
         Decoder(encoder.buffers).decode({**form, **change})
+
+
+def test_a_large_tensor_stays_where_it_came() -> None:
+    encoder = Encoder()
+    large, small = torch.randn(600, 500), torch.randn(3)
+    forms = [encoder.encode(large), encoder.encode(small), encoder.encode(large.bool())]
+    [frame] = FrameReader().feed(Frame({}, encoder.buffers).to_bytes())
+    decoder = Decoder(frame.buffers, own=True)
+    made = [decoder.decode(form) for form in forms]
+    assert torch.equal(made[0], large) and torch.equal(made[2], large.bool())
+    places = [numpy.frombuffer(b, "uint8").ctypes.data for b in frame.buffers]
+    assert [t.data_ptr() == p for t, p in zip(made, places, strict=True)] == [True, False, False]
+    assert made[0].untyped_storage().nbytes() == large.numel() * 4
+    made[0].add_(1)
+    # Who reads them for others copies.
+    assert torch.equal(Decoder(frame.buffers).decode(forms[0]), large + 1)
+    assert Decoder(frame.buffers).decode(forms[0]).data_ptr() not in places

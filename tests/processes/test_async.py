@@ -14,6 +14,7 @@ import torch
 import nnsight_core as core
 from nnsight_vllm_worker import VLLM
 from nnsight_vllm_worker.async_requests import AHEAD
+from tests.fixtures.served import SERVED, Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,8 +32,11 @@ if torch.cuda.is_available():
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def model(gpt2_path: str) -> AsyncIterator[VLLM]:
-    model = VLLM(gpt2_path, mode="async", dispatch=True, **SETTINGS)
+async def model(gpt2_path: str) -> AsyncIterator[Any]:
+    if SERVED:
+        model: Any = Served(gpt2_path, mode="async", **SETTINGS)
+    else:
+        model = VLLM(gpt2_path, mode="async", dispatch=True, **SETTINGS)
     yield model
     await model.aclose()
 
@@ -51,6 +55,8 @@ async def unharmed(model: VLLM) -> AsyncIterator[None]:
 
 
 async def held(model: VLLM) -> dict[str, int]:
+    if SERVED:
+        return await asyncio.to_thread(model._engine.counts, 0.0)
     backend: Any = model._backend
     return await (await backend.ready()).counts()
 
@@ -153,6 +159,19 @@ async def test_values_are_taken_along_when_the_body_is_over(model: VLLM) -> None
     assert [float(tracer.saves["mean"]) for tracer in tracers] == [0.0, 1.0, 2.0]
 
 
+async def test_large_values_are_taken_along_too(model: VLLM) -> None:
+    vector = torch.zeros(200, 96)
+    tracers = []
+    for scale in range(3):
+        vector[:] = scale
+        with model.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
+            mean = (model.transformer.h[6].output[-1] * 0 + vector).mean().save()
+        tracers.append(tracer)
+    vector[:] = 7
+    await asyncio.gather(*(tracer.backend for tracer in tracers))
+    assert [float(tracer.saves["mean"]) for tracer in tracers] == [0.0, 1.0, 2.0]
+
+
 async def test_leaving_the_loop_aborts_the_request(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=200, **GREEDY) as tracer:
         for _ in tracer.all():
@@ -204,6 +223,7 @@ async def gone(model: VLLM) -> None:
     raise AssertionError("The request is still there.")
 
 
+@pytest.mark.local
 async def test_a_slow_reader_holds_up_its_own_request_alone(model: VLLM) -> None:
     def trace(tokens: int) -> Any:
         with model.trace(PROMPT, max_tokens=tokens, **GREEDY) as tracer:

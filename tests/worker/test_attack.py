@@ -28,7 +28,7 @@ from nnsight_core import BlockError, BlockTimeout, EncodeError, LocationError, w
 from tests.fixtures.attack import GREEDY, READER, STEPS, assert_beside, tracing
 
 pytest_plugins = ["tests.fixtures.attack"]
-pytestmark = pytest.mark.usefixtures("unharmed")
+pytestmark = [pytest.mark.usefixtures("unharmed"), pytest.mark.local]
 
 
 # -- blocks that do not end ----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from nnsight_core.run import current_run
 from tests.fixtures.attack import GREEDY, READER, assert_beside, harmless
 
 pytest_plugins = ["tests.fixtures.attack"]
-pytestmark = pytest.mark.usefixtures("unharmed")
+pytestmark = [pytest.mark.usefixtures("unharmed"), pytest.mark.local]
 
 
 # -- names, nodes and the model ------------------------------------------------------------------

@@ -24,7 +24,7 @@ from nnsight_core import LateWriteError, LocationError, NotSupportedError
 from tests.fixtures.attack import READER, STEPS, assert_beside, beside, harmless, tracing
 
 pytest_plugins = ["tests.fixtures.attack"]
-pytestmark = pytest.mark.usefixtures("unharmed")
+pytestmark = [pytest.mark.usefixtures("unharmed"), pytest.mark.local]
 
 
 # -- threads, greenlets and what holds for the process --------------------------------------------

@@ -99,6 +99,7 @@ def test_a_failed_invoke_loses_no_other_invokes_part(gpt2: Any) -> None:
     assert isinstance(slots[0], int) and slots[1] is None
 
 
+@pytest.mark.local
 def test_containers_in_containers_keep_their_types_and_identities(gpt2: Any) -> None:
     with gpt2.trace(PROMPT, **GREEDY):
         hidden = gpt2.transformer.h[2].output

@@ -304,6 +304,7 @@ def test_a_prefix_in_the_cache_is_seen_whole_and_never_mixed(model):
     assert back.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
+@pytest.mark.local
 def test_requests_of_others_on_the_same_engine(model):
     from vllm import SamplingParams
 
@@ -322,6 +323,7 @@ def test_requests_of_others_on_the_same_engine(model):
     assert model._engine.counts()["edits"] == 0 and model._engine.counts()["live"] == 0
 
 
+@pytest.mark.local
 def test_sequences_of_others_on_the_same_engine(model):
     from vllm import SamplingParams
 

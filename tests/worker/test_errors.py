@@ -288,6 +288,7 @@ def test_a_container_that_holds_itself_comes_home_so(gpt2: Any) -> None:
     assert held[0] == 1 and held[1] is held
 
 
+@pytest.mark.local
 def test_what_is_no_block_of_ours_leaves_the_engine_alone(gpt2: Any) -> None:
     with pytest.raises(ValueError, match="take another name"):
         gpt2.generate(PROMPT, max_tokens=1, extra_args={"nnsight": b"garbage"})

@@ -112,6 +112,7 @@ def test_a_cache_of_a_long_prompt_is_whole(tight: Any) -> None:
 # -- prefix caching ----------------------------------------------------------------------------
 
 
+@pytest.mark.local
 def test_a_trace_sees_its_prompt_whole_though_it_is_cached(tight: Any) -> None:
     prompt = ids(38, 5)
     first = tight.llm.generate([{"prompt_token_ids": prompt}], _params(), use_tqdm=False)
@@ -122,6 +123,7 @@ def test_a_trace_sees_its_prompt_whole_though_it_is_cached(tight: Any) -> None:
     assert hidden.shape == (38, 96)
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("hidden_in_a_function", [True, False])
 def test_what_a_block_writes_is_found_by_no_other_request(
     tight: Any, hidden_in_a_function: bool
@@ -145,6 +147,7 @@ def test_what_a_block_writes_is_found_by_no_other_request(
     assert changed.outputs[0].token_ids != out.outputs[0].token_ids
 
 
+@pytest.mark.local
 def test_what_a_reader_computes_is_found_by_others(tight: Any) -> None:
     prompt = ids(38, 8)
     with tight.trace(prompt, max_tokens=1, **GREEDY):
@@ -176,6 +179,7 @@ def _preemptions(model: Any) -> list[int]:
     return seen
 
 
+@pytest.mark.local
 def test_preempted_requests_read_and_write_as_alone(tight: Any, gpt2: Any) -> None:
     preempted = _preemptions(tight)
     prompts = [ids(20 + i, 20 + i) for i in range(6)]
@@ -207,6 +211,7 @@ def test_preempted_requests_read_and_write_as_alone(tight: Any, gpt2: Any) -> No
                 close(here, there, rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.local
 def test_a_preempted_writer_whose_writes_were_not_kept_is_an_error(tight: Any) -> None:
     preempted = _preemptions(tight)
     tracing = _tracing(tight)

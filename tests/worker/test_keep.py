@@ -154,6 +154,7 @@ def test_a_name_that_is_bound_anew_lets_the_last_value_go(gpt2: Any) -> None:
     assert held(gpt2) == hidden.bytes
 
 
+@pytest.mark.local
 def test_a_request_holds_the_handles_that_it_uses(gpt2: Any, monkeypatch: Any) -> None:
     with gpt2.trace(PARIS, **ONE):
         hidden = [gpt2.transformer.h[4].output.keep()].save()
@@ -252,6 +253,7 @@ def test_a_sequence_that_raises_takes_what_its_request_kept_along(gpt2: Any) -> 
     assert gpt2._engine.counts()["keep_bytes"] == 0
 
 
+@pytest.mark.local
 def test_a_trace_that_is_left_keeps_nothing(gpt2: Any, monkeypatch: Any) -> None:
     def interrupted(event: Any, device: str) -> Any:
         raise KeyboardInterrupt
@@ -265,6 +267,7 @@ def test_a_trace_that_is_left_keeps_nothing(gpt2: Any, monkeypatch: Any) -> None
     assert held(gpt2) == 0
 
 
+@pytest.mark.local
 def test_a_handle_that_comes_home_to_nobody_is_let_go(gpt2: Any, monkeypatch: Any) -> None:
     engine = gpt2._engine
     monkeypatch.setattr(engine._receiver, "take", lambda wait=0.0: (_ for _ in ()).throw(OSError()))

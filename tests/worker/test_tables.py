@@ -183,6 +183,7 @@ def test_what_is_not_lowered_says_why(compiled_gpt2: Any) -> None:
     assert "transformer.h.2.output is multiplied by 2, at every step" in found
 
 
+@pytest.mark.local
 def test_more_writes_than_entries_run_interleaved(compiled_gpt2: Any, gpt2: Any, near: Any) -> None:
     tables = _tables(compiled_gpt2)
     free, tables._free = tables._free, []
@@ -201,6 +202,7 @@ def _tables(model: Any) -> Any:
     return core.model_executor.driver_worker.worker._nnsight.tracing.tables
 
 
+@pytest.mark.local
 def test_blocks_that_are_alike_share_entries(compiled_gpt2: Any) -> None:
     tables, used = _tables(compiled_gpt2), []
     install = tables.install
@@ -278,6 +280,7 @@ def test_what_taps_do_alone_ends_while_others_go_on(compiled_gpt2: Any, gpt2: An
     assert compiled_gpt2._engine.counts()["live"] == 0
 
 
+@pytest.mark.local
 def test_no_room_while_a_request_runs_is_its_error_alone(compiled_gpt2: Any) -> None:
     """Two writes to one row need an entry more than either, when the row is first met."""
     tables = _tables(compiled_gpt2)

@@ -261,6 +261,7 @@ def test_a_writer_changes_its_own_rows_alone(gpt2: Any) -> None:
         assert same == torch.equal(found[0][1][index], found[1][1][index]) == (index != 1)
 
 
+@pytest.mark.local
 def test_a_request_in_traffic_has_the_values_it_has_alone(gpt2: Any, near: Any) -> None:
     prompts = ["Water boils at", PROMPT, [287] * 60, "The capital of Japan is the city of"]
     engine = gpt2.llm.llm_engine
@@ -364,6 +365,17 @@ def test_plain_generation(gpt2: Any) -> None:
 
 
 def test_a_function_instead_of_a_body(gpt2: Any) -> None:
+    def block(tracer: Any) -> Any:
+        return gpt2.transformer.h[2].output * 2
+
+    tracer = gpt2.trace(PROMPT, fn=block, temperature=0.0, max_tokens=1)
+    with gpt2.trace(PROMPT, temperature=0.0, max_tokens=1):
+        hidden = gpt2.transformer.h[2].output.save()
+    close(tracer.value, hidden * 2)
+
+
+@pytest.mark.local
+def test_a_function_without_a_source(gpt2: Any) -> None:
     scope: dict[str, Any] = {"gpt2": gpt2}
     exec(
         "def block(tracer):\n    hidden = gpt2.transformer.h[2].output\n    return hidden * 2",
@@ -388,6 +400,7 @@ def test_the_tree_says_what_a_block_finds(qwen3: Any) -> None:
     assert q.shape[1] == info.shape[1] and str(q.dtype).endswith(info.dtype)
 
 
+@pytest.mark.local
 def test_saves_may_arrive_on_another_device(gpt2: Any) -> None:
     gpt2._backend._device = "meta"
     try:

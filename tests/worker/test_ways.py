@@ -196,6 +196,7 @@ def test_requests_of_every_way_at_once(compiled_gpt2: Any, gpt2: Any, near: Any)
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 
+@pytest.mark.local
 def test_a_prompt_of_more_rows_than_slots(compiled_gpt2: Any, gpt2: Any, near: Any) -> None:
     taps = _taps(compiled_gpt2)
     slots, taps.slots = taps.slots, 8
@@ -224,6 +225,7 @@ def _taps(model: Any) -> Any:
     return core.model_executor.driver_worker.worker._nnsight_loaded.taps
 
 
+@pytest.mark.local
 def test_a_location_that_the_text_does_not_show(
     compiled_gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +260,7 @@ def test_explain(compiled_gpt2: Any, gpt2: Any) -> None:
     assert "compiles nothing" in str(gpt2.explain(tracer))
 
 
+@pytest.mark.local
 def test_the_runner_is_the_one_that_vllm_chooses(compiled_gpt2: Any) -> None:
     core = compiled_gpt2.llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
@@ -267,6 +270,7 @@ def test_the_runner_is_the_one_that_vllm_chooses(compiled_gpt2: Any) -> None:
         assert expected == "RunnerV2"
 
 
+@pytest.mark.local
 def test_settings_say_what_taps_take(compiled_gpt2: Any, gpt2: Any) -> None:
     said = compiled_gpt2.engine_settings()
     assert "36 locations" in said and "MiB of device memory" in said
@@ -292,6 +296,7 @@ def test_a_prompt_in_pieces_is_seen_whole(compiled_tight: Any, gpt2: Any, near: 
     assert out.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+@pytest.mark.local
 def test_a_write_to_an_input_at_a_tap_is_its_error_alone(
     compiled_gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,17 @@ class TraceEncoder:
             self._known[sign] = None if data is None else self._put(data, encoder)
         return self._known[sign]
 
+    def take_along(self, without: Collection[str]) -> None:
+        """Copy what may change before it is sent.
+
+        Args:
+            without: contents that the server has.
+        """
+        self._buffers = [bytes(buffer) for buffer in self._buffers]
+        for digest, content in self.blobs.items():
+            if digest not in without:
+                self.blobs[digest] = bytes(content)
+
     def frame(self, without: Collection[str] = (), **about: Any) -> Frame:
         """The message with everything added so far.
 

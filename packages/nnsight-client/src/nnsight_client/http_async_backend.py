@@ -41,7 +41,10 @@ class HttpAsyncBackend:
     def submit(
         self, invokes: list[Invoke], streams: Callable[[], bool]
     ) -> AsyncGenerator[Event, None]:
-        return self._run(self.now.asked(invokes), streams)
+        self._client()
+        asked = self.now.asked(invokes)
+        asked.encoder.take_along(self.now.held)
+        return self._run(asked, streams)
 
     async def _run(self, asked: Asked, streams: Callable[[], bool]) -> AsyncGenerator[Event, None]:
         about = {**self.now.about(), "streams": streams()}

@@ -15,6 +15,7 @@ from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
 from nnsight_core.errors import NNsightError
 from nnsight_core.kept import Kept, KeptValues
+from nnsight_core.sampling import SamplingNames, normalise
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block
 from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader
@@ -50,6 +51,7 @@ class HttpBackend:
         self._tokenizer = tokenizer
         self._tree = tree
         self._http = connect(self.url, api_key)
+        self._names: SamplingNames | None = None
         # What edits use stays as long as they do.
         self._of_edits: dict[str, list[Kept]] = {}
 
@@ -105,6 +107,7 @@ class HttpBackend:
             raise no_server(self.url, "what it says of its model is no such thing") from None
         if version != VERSION:
             raise other_version(self.url, version)
+        self._names = SamplingNames(answer["sampling"])
         return ModelTree.model_validate(answer["tree"])
 
     def let_go(self, ids: list[str], why: str) -> None:
@@ -128,7 +131,16 @@ class HttpBackend:
     # -- shared with the backend for asyncio -------------------------------------------------------
 
     def asked(self, invokes: list[Invoke]) -> Asked:
-        """Some invokes, encoded for this server."""
+        """Some invokes, encoded for this server.
+
+        Raises:
+            TypeError: an unknown sampling argument, if the server has said which it knows.
+        """
+        if self._names is not None:
+            for invoke in invokes:
+                named = normalise(invoke.sampling)
+                named.pop("lora_request", None)
+                self._names.check(named)
         return Asked(invokes, self.url, self._tokenizer, self._tree(), self.kept)
 
     def about(self) -> dict[str, Any]:

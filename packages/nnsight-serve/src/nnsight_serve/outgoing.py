@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nnsight_core.errors import EngineDeadError
-from nnsight_core.wire.frames import MEDIA_TYPE, Frame
+from nnsight_core.wire.frames import MEDIA_TYPE, Buffer, Frame
 from nnsight_core.wire.messages import AliveMessage, DoneMessage, FinishedMessage
 from nnsight_core.wire.went import WentSender
 from nnsight_serve.handles import Handles
@@ -18,6 +18,8 @@ from nnsight_serve.incoming import Trace
 from nnsight_serve.refusals import record_of
 from nnsight_vllm_worker.async_engine import AsyncEngine
 
+PIECE = 1 << 20
+"""Bytes that are given to a socket at a time."""
 SILENCE = 10.0
 """Seconds of silence after which a client is told that the server is there."""
 
@@ -123,9 +125,26 @@ class FrameResponse(Response):
         )
         async with aclosing(self._frames) as frames:
             async for frame in frames:
-                body = frame.to_bytes(self._compress)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                for piece in _pieces(frame.parts(self._compress)):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _pieces(parts: list[Buffer]) -> Iterator[bytes]:
+    """The parts of a frame as bodies of a size that sockets like."""
+    small = bytearray()
+    for part in parts:
+        view = memoryview(part).cast("B")
+        if len(small) + len(view) <= PIECE:
+            small += view
+            continue
+        if small:
+            yield bytes(small)
+            small.clear()
+        for start in range(0, len(view), PIECE):
+            yield bytes(view[start : start + PIECE])
+    if small:
+        yield bytes(small)
 
 
 async def _left(receive: Receive) -> None:

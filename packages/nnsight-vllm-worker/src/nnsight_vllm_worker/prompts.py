@@ -76,10 +76,28 @@ def sampling_of(arguments: Mapping[str, Any]) -> Any:
         if str(name).startswith(OURS):
             raise ValueError(
                 f"extra_args[{name!r}]: names that begin with {OURS!r} are where a request's block "
-                "goes; take another."
+                "goes; take another name."
             )
     with refusals():
-        return SamplingParams(**named)
+        try:
+            return SamplingParams(**named)
+        except TypeError as error:
+            raise _wrong_kind(named, error) from None
+
+
+def _wrong_kind(named: dict[str, Any], error: TypeError) -> TypeError:
+    """vLLM's complaint about a value, with the argument that has it."""
+    from vllm import SamplingParams
+
+    for name, value in named.items():
+        try:
+            SamplingParams(**{name: value})
+        except TypeError:
+            shown = f"{name}={value!r}"[:200]
+            return TypeError(f"The sampling argument {shown} is of the wrong kind: {error}.")
+        except Exception:
+            continue  # of the right kind, and refused for what it is
+    return TypeError(f"A sampling argument is of the wrong kind: {error}.")
 
 
 def lora_of(value: Any) -> Any:

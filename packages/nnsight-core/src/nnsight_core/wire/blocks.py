@@ -194,14 +194,14 @@ def decode_event(message: Message, frame: Frame, invoke: int, known: list[type])
         case PrintedMessage():
             return Printed(invoke, message.text, message.edit)
         case SavedMessage():
-            decoder = Decoder(frame.buffers)
+            decoder = Decoder(frame.buffers, own=True)
             saves = {name: decoder.decode(v) for name, v in message.saves.items()}
             more = {name: decoder.decode(v) for name, v in message.more.items()}
             decoder.forget()
             place = (invoke, message.sequence, message.steps)
             return Saved(*place, saves, more, message.gone, message.edit)
         case EndedMessage():
-            decoder = Decoder(frame.buffers)
+            decoder = Decoder(frame.buffers, own=True)
             saves = {name: decoder.decode(v) for name, v in message.saves.items()}
             more = {name: decoder.decode(v) for name, v in message.more.items()}
             decoder.forget()

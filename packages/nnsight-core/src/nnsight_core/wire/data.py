@@ -243,10 +243,13 @@ class Decoder:
 
     Args:
         buffers: the buffers of the frame that the JSON came in.
+        own: whether nobody else reads them, and this once, so that a large tensor may stay where
+            it came.
     """
 
-    def __init__(self, buffers: list[Buffer]) -> None:
+    def __init__(self, buffers: list[Buffer], own: bool = False) -> None:
         self.buffers = buffers
+        self._own = own
         self._made: dict[int, Any] = {}
         self._whole: dict[tuple[int, str], Tensor] = {}
         self._depth = 0
@@ -328,8 +331,14 @@ class Decoder:
     def tensor(self, form: dict[str, Json]) -> Tensor:
         """A tensor that owns its memory, on the CPU."""
         if "at" not in form:
-            return tensor_of(self._buffer(form), form["dtype"], form["shape"])
+            data = self._buffer(form)
+            return tensor_of(data, form["dtype"], form["shape"], self._own and self._most(data))
         return self._part(form, form["shape"]).clone()
+
+    def _most(self, data: Buffer) -> bool:
+        """Whether a buffer is most of its frame, which stays as long as a part of it does."""
+        size = memoryview(data).nbytes
+        return size >= _LARGE and 2 * size >= sum(memoryview(b).nbytes for b in self.buffers)
 
     def _tensors(self, form: dict[str, Json]) -> Any:
         kind = {"list": list, "tuple": tuple}[form["as"]]
@@ -345,7 +354,7 @@ class Decoder:
         if whole is None:
             data = self._buffer(form)
             size = memoryview(data).nbytes // _DTYPES[dtype].itemsize
-            whole = self._whole[index, dtype] = tensor_of(data, dtype, [size])
+            whole = self._whole[index, dtype] = tensor_of(data, dtype, [size], self._own)
         first, odd = divmod(at, whole.element_size())
         count = math.prod(_shape(shape))
         if odd or first + count > whole.numel():
@@ -416,8 +425,14 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return _view(flat.view(torch.uint8).numpy())
 
 
-def tensor_of(data: Buffer, dtype: str, shape: list[int]) -> Tensor:
+_LARGE = 1 << 20
+
+
+def tensor_of(data: Buffer, dtype: str, shape: list[int], stay: bool = False) -> Tensor:
     """A tensor from its elements' bytes.
+
+    Args:
+        stay: whether it may be where they are, if they can be written.
 
     Raises:
         ProtocolError: their number does not fit.
@@ -432,6 +447,8 @@ def tensor_of(data: Buffer, dtype: str, shape: list[int]) -> Tensor:
             f"A tensor of {dtype} {shape} needs {count * made_of.itemsize} bytes, not "
             f"{memoryview(data).nbytes}."
         )
+    if stay and count and not memoryview(data).readonly:
+        return torch.frombuffer(data, dtype=torch.uint8).view(made_of).view(shape)
     tensor = torch.empty(shape, dtype=made_of)
     if count:
         _view(tensor.reshape(-1).view(torch.uint8).numpy())[:] = memoryview(data).cast("B")

@@ -89,6 +89,11 @@ class FrameReader:
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
         self._pending = bytearray()
+        self._flags = 0
+        self._header: bytes | None = None
+        # A body goes where it stays, so that a large one is copied once.
+        self._body = bytearray()
+        self._filled = 0
 
     def feed(self, chunk: Buffer) -> Iterator[Frame]:
         """The frames that are complete with this chunk.
@@ -97,12 +102,20 @@ class FrameReader:
             ProtocolError: the bytes are no frame, or one of another version.
             FrameTooLarge: a frame is beyond the limit.
         """
-        self._pending += chunk
+        rest = memoryview(chunk).cast("B")
         while True:
-            taken = self._next()
-            if taken is None:
+            if self._header is None:
+                rest = self._begin(rest)
+            if self._header is None:
                 return
-            yield taken
+            taken = min(len(self._body) - self._filled, len(rest))
+            self._body[self._filled : self._filled + taken] = rest[:taken]
+            self._filled += taken
+            rest = rest[taken:]
+            if self._filled < len(self._body):
+                return
+            header, body, self._header, self._body = self._header, self._body, None, bytearray()
+            yield _frame(header, body, bool(self._flags & _ZSTD), self._limit)
 
     def end(self) -> None:
         """Say that the stream is over.
@@ -110,17 +123,19 @@ class FrameReader:
         Raises:
             ProtocolError: it broke off inside a frame.
         """
-        if self._pending:
-            raise ProtocolError(
-                f"The stream broke off inside a frame, after {len(self._pending)} bytes of it."
-            )
+        if self._pending or self._header is not None:
+            size = len(self._pending) or _PREFIX.size + len(self._header or b"") + self._filled
+            raise ProtocolError(f"The stream broke off inside a frame, after {size} bytes of it.")
 
-    def _next(self) -> Frame | None:
+    def _begin(self, rest: memoryview) -> memoryview:
+        """Take what comes before a body; gives what is left."""
         pending = self._pending
+        if len(pending) < _PREFIX.size:
+            rest = self._take(rest, _PREFIX.size)
         if len(pending) < _PREFIX.size:
             if not _MAGIC.startswith(bytes(pending[:4])):
                 raise ProtocolError(_no_frame(pending))
-            return None
+            return rest
         magic, version, flags, zero, header_size, body_size = _PREFIX.unpack_from(pending)
         if magic != _MAGIC:
             raise ProtocolError(_no_frame(pending))
@@ -131,15 +146,34 @@ class FrameReader:
             )
         if zero or flags & ~_ZSTD or header_size > _MAX_HEADER:
             raise ProtocolError(_no_frame(pending))
-        size = _PREFIX.size + header_size + body_size
-        if self._limit is not None and size > self._limit:
-            raise FrameTooLarge(f"A frame of {size} bytes is beyond the limit of {self._limit}.")
-        if len(pending) < size:
-            return None
         start = _PREFIX.size + header_size
-        header, body = bytes(pending[_PREFIX.size : start]), bytes(pending[start:size])
-        del pending[:size]
-        return _frame(header, body, bool(flags & _ZSTD), self._limit)
+        if self._limit is not None and start + body_size > self._limit:
+            raise FrameTooLarge(
+                f"A frame of {start + body_size} bytes is beyond the limit of {self._limit}."
+            )
+        rest = self._take(rest, start)
+        if len(pending) == start:
+            self._header, self._flags = bytes(pending[_PREFIX.size :]), flags
+            self._body, self._filled = _room(body_size), 0
+            pending.clear()
+        return rest
+
+    def _take(self, rest: memoryview, size: int) -> memoryview:
+        count = min(size - len(self._pending), len(rest))
+        self._pending += rest[:count]
+        return rest[count:]
+
+
+def _room(size: int) -> bytearray:
+    """Memory for a body, which takes room as it fills.
+
+    Raises:
+        FrameTooLarge: there is none.
+    """
+    try:
+        return bytearray(size)
+    except (MemoryError, OverflowError):
+        raise FrameTooLarge(f"A body of {size} bytes does not fit here.") from None
 
 
 def read_frame(data: Buffer, limit: int | None = None) -> Frame:
@@ -161,7 +195,7 @@ def join(frames: Iterable[Frame]) -> bytes:
     return b"".join(frame.to_bytes() for frame in frames)
 
 
-def _frame(header: bytes, body: bytes, packed: bool, limit: int | None) -> Frame:
+def _frame(header: bytes, body: Buffer, packed: bool, limit: int | None) -> Frame:
     try:
         fields = orjson.loads(header)
     except orjson.JSONDecodeError as error:
@@ -201,7 +235,7 @@ def _compressor() -> Any:
     return zstandard.ZstdCompressor(level=1)
 
 
-def _unpack(body: bytes, expected: int) -> bytes:
+def _unpack(body: Buffer, expected: int) -> bytes:
     import zstandard
 
     try:

@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse
 
 from nnsight_core.wire.frames import VERSION
 from nnsight_serve.engine import Engine, while_alive
+from nnsight_vllm_worker.prompts import sampling_names
 from nnsight_vllm_worker.settings import SETTINGS
 
 routes = APIRouter()
@@ -23,6 +24,7 @@ async def model(request: Request, engine: Engine) -> JSONResponse:
             "engine": engine.tree.engine,
             "tree": engine.tree.model_dump(mode="json"),
             "settings": [dataclasses.asdict(setting) for setting in SETTINGS],
+            "sampling": sampling_names().names,
             "max_body": request.app.state.settings.max_body,
             "live": counts["live"],
             "counts": counts,
