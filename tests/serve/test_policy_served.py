@@ -252,6 +252,23 @@ def test_a_common_block_gives_what_it_gives_on_a_trusted_server(model, trusted, 
     assert same(here, there)
 
 
+def test_a_function_runs_instead_of_a_body(model, trusted, goes_on):
+    def read(_):
+        return model.transformer.h[2].output.sum()
+
+    def fails(_):
+        return [][model.transformer.h[2].output.shape[0]]
+
+    values = [served.trace(PROMPT, fn=read, **SAMPLING).value for served in (trusted, model)]
+    assert torch.equal(*values)
+    shown = []
+    for served in (trusted, model):
+        with pytest.raises(IndexError) as raised:
+            served.trace(PROMPT, fn=fails, **SAMPLING)
+        shown.append([f.name for f in traceback.extract_tb(raised.value.__traceback__)])
+    assert shown[0] == shown[1] and shown[0][-1] == "fails"
+
+
 def test_values_stay_on_a_restricted_server(model, goes_on):
     with model.trace(PROMPT, **SAMPLING):
         kept = model.transformer.h[3].output.keep()

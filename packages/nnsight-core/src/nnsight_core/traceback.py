@@ -40,7 +40,7 @@ def user_traceback(traceback: TracebackType | None, block: CodeType) -> Tracebac
     if last is None or found is None:
         return None
     last.tb_next = None
-    if block.co_filename == CALL and found.tb_next is not None:
+    if users_file(block.co_filename) == CALL and found.tb_next is not None:
         return found.tb_next  # the call of a function given as `fn=` is no line of the user's
     return found
 
