@@ -778,3 +778,54 @@ def test_cells_of_a_notebook() -> None:
         assert "torch.Size([1, 2])" in after, after
         assert shows(timed, 3, "y = 1 / 0  # boom"), timed
         assert "torch.Size([1, 2])" in timed_after, timed_after
+
+
+CLASSES = [
+    """\
+import dataclasses
+import torch
+from torch import nn
+from tests.core import wired
+model = wired.make()
+model._backend.pickle = False
+X = torch.ones(1, 2)
+""",
+    """\
+# another line
+class Probe(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.map(x) * 0 + 7
+
+@dataclasses.dataclass
+class Pair:
+    a: float
+
+    def twice(self):
+        return 2 * self.a
+""",
+    """\
+probe, pair = Probe(), Pair(3.0)
+with model.trace(X):
+    x = (probe(model[0].output) + pair.twice()).save()
+x.item()
+""",
+    """\
+class Other(Probe):
+    def forward(self, x):
+        return super().forward(x) + 100
+probe = Other()
+with model.trace(X):
+    x = probe(model[0].output).save()
+x.item()
+""",
+]
+
+
+def test_classes_of_a_notebook_travel_as_source() -> None:
+    """Where nothing may be pickled, as on a server."""
+    told = notebook.run(CLASSES)
+    assert [text.strip() for text in told] == ["", "", "13.0", "107.0"], told

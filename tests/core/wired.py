@@ -43,6 +43,7 @@ class WiredBackend(TorchBackend):
     """Runs blocks of which it has nothing but their frames."""
 
     root: Any
+    pickle = True
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
         for index, invoke in enumerate(invokes):
@@ -56,7 +57,7 @@ class WiredBackend(TorchBackend):
             yield Finished(index, output)
 
     def _ship(self, invoke: Invoke, index: int) -> Run:
-        encoder = CodeEncoder(pickle=True)
+        encoder = CodeEncoder(pickle=self.pickle)
         data = encode_block(invoke, encoder)
         assert data is not None
         sent = BlockMessage(key=str(index), block=data).frame(encoder.buffers)
@@ -65,6 +66,6 @@ class WiredBackend(TorchBackend):
             frame.buffers,
             self.root,
             blob=lambda h, dtype, shape: tensor_of(encoder.blobs[h], dtype, shape),
-            pickle=True,
+            pickle=self.pickle,
         )
         return decode_run(expect(frame, BlockMessage).block, decoder, index, {})

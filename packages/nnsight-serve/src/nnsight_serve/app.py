@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from nnsight_serve.handles import Handles
+from nnsight_serve.openai import arguments_of, openai_app
 from nnsight_serve.policy import POLICIES
 from nnsight_serve.refusals import Refused, answer
 from nnsight_serve.routes import keyed_routes, open_routes
@@ -29,6 +30,7 @@ def create_app(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
+            arguments = arguments_of(settings)
             engine = await AsyncEngine.start(
                 settings.model,
                 settings.engine,
@@ -43,6 +45,7 @@ def create_app(settings: Settings) -> FastAPI:
             raise
         app.state.engine = engine
         try:
+            app.state.openai = await openai_app(engine, arguments)
             yield
         finally:
             await engine.close()

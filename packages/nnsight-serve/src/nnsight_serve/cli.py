@@ -45,7 +45,7 @@ def serve(command: list[str]) -> int:
     asked = next((part for part in command if part in ("-h", "--help") or _about(part)), None)
     if asked is not None:
         print(ours.format_help(), flush=True)
-        print("Every engine flag of vLLM is taken too, in vLLM's own spelling.\n", flush=True)
+        print("vLLM's flags of its engine and its OpenAI routes are taken too:\n", flush=True)
         print(arguments.engine_help(_about(asked)))
         return 0
     try:
@@ -105,10 +105,11 @@ def _ready(settings: Settings, port: int) -> str:
 
 
 def _settings(command: list[str], ours: argparse.ArgumentParser) -> Settings:
-    found, engine = arguments.parse(command, ours)
+    found, engine, routes = arguments.parse(command, ours)
     return Settings(
         model=found.model,
         engine={**engine, **({"taps": found.tap} if found.tap else {})},
+        openai=routes,
         host=found.host,
         port=found.port,
         api_keys=keys_of(found.api_key or []) or key_of_environment(),

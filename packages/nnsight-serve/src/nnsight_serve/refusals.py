@@ -36,6 +36,8 @@ async def answer(_: Request, refused: Exception) -> JSONResponse:
     content = {
         "type": record.name,
         "message": record.message,
+        # What OpenAI clients look for besides.
+        "code": refused.status,
         "record": record.model_dump(mode="json"),
         **refused.details,
     }

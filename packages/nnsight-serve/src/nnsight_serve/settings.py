@@ -23,6 +23,7 @@ class Settings:
     Attributes:
         model: the model's name or folder, as vLLM takes it.
         engine: vLLM's engine arguments.
+        openai: vLLM's arguments of its OpenAI routes.
         host, port: where it listens; port 0 takes any that is free.
         api_keys: what clients must send, by the name of who has it; none lets everyone in.
         policy: what blocks may do: `trusted` ones anything, `restricted` ones what a list allows.
@@ -51,6 +52,7 @@ class Settings:
     block_timeout: float | None = BLOCK_TIMEOUT
     keep_bytes: int = LIMIT
     keep_seconds: float = SECONDS
+    openai: dict[str, Any] = field(default_factory=dict)
 
 
 def keys_of(given: list[str]) -> dict[str, str]:

@@ -126,6 +126,11 @@ class AsyncEngine:
         """Whether the engine runs."""
         return not self._closed and async_startup.is_alive(self.llm)
 
+    @property
+    def under_way(self) -> int:
+        """How many sequences have been sent and have not finished, whoever sent them."""
+        return self.edits.under_way
+
     async def run(
         self, requests: list[Request], blobs: dict[str, Buffer]
     ) -> AsyncGenerator[tuple[str, Frame | Output], None]:

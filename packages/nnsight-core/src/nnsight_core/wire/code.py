@@ -26,7 +26,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -136,14 +136,14 @@ class CodeEncoder(Encoder):
             return _path(function.__module__, function.__qualname__)
         plain, decorated = _defined(function)
         try:
-            source, line, lazy, names = _source_of(plain, decorated)
+            source, line, filename, lazy, names = _source_of(plain, decorated)
         except CaptureError as error:
             return self._pickled(function, str(error))
         return {
             "$": "function",
             "name": plain.__code__.co_name,
             "source": source,
-            "filename": plain.__code__.co_filename,
+            "filename": filename,
             "line": line,
             "lazy": lazy,
             "names": self._names(names),
@@ -173,7 +173,7 @@ class CodeEncoder(Encoder):
         if _installed(cls.__module__) and "<locals>" not in cls.__qualname__:
             return _path(cls.__module__, cls.__qualname__)
         try:
-            source, line, lazy, names = _source_of(cls)
+            source, line, filename, lazy, names = _source_of(cls)
         except CaptureError as error:
             return self._pickled(cls, str(error))
         # A method that speaks of its own class finds it in the scope where the class is made.
@@ -183,7 +183,7 @@ class CodeEncoder(Encoder):
             "name": cls.__name__,
             "qualname": cls.__qualname__,
             "source": source,
-            "filename": inspect.getsourcefile(cls) or "<unknown>",
+            "filename": filename,
             "line": line,
             "lazy": lazy,
             "names": self._names(names),
@@ -429,13 +429,13 @@ def _definition(text: str) -> ast.AST:
 
 def _source_of(
     thing: FunctionType | type, decorated: bool = True
-) -> tuple[str, int, bool, dict[str, Any]]:
-    """A function's or class's source, its first line, whether it leaves annotations alone, and the
-    values that it needs."""
+) -> tuple[str, int, str, bool, dict[str, Any]]:
+    """A function's or class's source, its first line and its file, whether it leaves annotations
+    alone, and the values that it needs."""
     is_function = isinstance(thing, FunctionType)
     given: dict[str, Any] = {}
     try:
-        lines, line = inspect.getsourcelines(thing.__code__ if is_function else thing)
+        lines, line, filename = _lines_of(thing)
         text = "".join(lines)
         if is_function and thing.__code__.co_name == "<lambda>":
             text, given = _lambda_text(thing)
@@ -453,7 +453,6 @@ def _source_of(
         raise
     except (OSError, TypeError, SyntaxError):
         raise CaptureError("its source cannot be had") from None
-    filename = inspect.getsourcefile(thing) or "<unknown>"
     functions = [thing] if is_function else _methods(thing)
     # Annotations of a function are for its readers, and may name what cannot be shipped.
     lazy = is_function or any(is_lazy(f.__code__.co_flags) for f in functions)
@@ -463,7 +462,41 @@ def _source_of(
         known |= {**function.__globals__, **_cells(function)}
     known |= given
     names = {name: known[name] for name in code.names.needs if name in known}
-    return text, line, lazy, names
+    return text, line, filename, lazy, names
+
+
+def _lines_of(thing: FunctionType | type) -> tuple[list[str], int, str]:
+    """The lines of a function's or class's definition, its first line and its file.
+
+    Raises:
+        OSError, TypeError, SyntaxError: they cannot be had.
+    """
+    if isinstance(thing, FunctionType):
+        return *inspect.getsourcelines(thing.__code__), thing.__code__.co_filename
+    try:
+        return *inspect.getsourcelines(thing), inspect.getsourcefile(thing) or "<unknown>"
+    except (OSError, TypeError):
+        # The cell of a notebook is no file of its module; but a method knows where it stands.
+        for method in _methods(thing):
+            found = _around(method.__code__, thing.__name__)
+            if found is not None and method.__qualname__.startswith(f"{thing.__qualname__}."):
+                return *found, method.__code__.co_filename
+        raise
+
+
+def _around(code: CodeType, name: str) -> tuple[list[str], int] | None:
+    """The definition of the class in whose text some code stands."""
+    lines = linecache.getlines(code.co_filename)
+    line = code.co_firstlineno
+    found: ast.ClassDef | None = None
+    classes = [n for n in ast.walk(ast.parse("".join(lines))) if isinstance(n, ast.ClassDef)]
+    for node in classes:
+        if node.name == name and node.lineno <= line <= (node.end_lineno or 0):
+            found = node  # what is walked to later lies deeper
+    if found is None:
+        return None
+    first = min([found.lineno, *(d.lineno for d in found.decorator_list)])
+    return lines[first - 1 : found.end_lineno], first
 
 
 def _methods(cls: type) -> list[FunctionType]:
