@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from nnsight_serve.cli import _parser, _ready, _settings, serve
+from nnsight_serve.cli import _parser, _settings, serve
+from nnsight_serve.server import _ready
 from nnsight_serve.settings import MAX_BODY
 from nnsight_vllm_worker.vllm_ports import arguments
 
@@ -87,6 +88,33 @@ def test_keys_have_names():
     for wrong, says in (("ann:", "empty"), (":x", "empty"), ("", "empty"), ("ann:2", "'ann'")):
         with pytest.raises(ValueError, match=says):
             read("m", "--api-key", "ann:one", "--api-key", wrong)
+
+
+def test_keys_may_come_from_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# who may\n\n ann:first \nbob:se:cond\n")
+    settings = read("m", "--api-keys-file", str(file), "--api-key", "carl:third")
+    assert settings.api_keys == {"carl": "third", "ann": "first", "bob": "se:cond"}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read from"),
+        (b"\xff\xfe", "no UTF-8 text"),
+        (b"ann:first\nsecret\n", "line 2 of"),
+        (b"# nothing\n", "holds no keys"),
+        (b"ann:\n", "neither may be empty"),
+        (b"ann:first\nann:second\n", "two keys have the name 'ann'"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used_is_one_clear_error(tmp_path, capsys, content, says):
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    assert serve(["m", "--api-keys-file", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "secret" not in said and len(said.splitlines()) == 2
 
 
 def test_a_port_that_is_taken_is_said_before_the_engine_is_built(capsys):

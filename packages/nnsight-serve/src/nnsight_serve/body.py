@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from fastapi import Request
 
 from nnsight_core.errors import CaptureError, NotSupportedError, PolicyError, ProtocolError
-from nnsight_core.wire.frames import VERSION, Frame, FrameReader, FrameTooLarge
+from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader, FrameTooLarge
 from nnsight_serve.refusals import Refused
 from nnsight_serve.uploads import Missing
+
+_FRAMES = {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+BODY = {**_FRAMES, "required": True, "description": "One frame of the nnsight protocol."}
+"""A body of frames, as the description of a route has it."""
+ANSWERED = {**_FRAMES, "description": "Frames of the nnsight protocol, as they are made."}
+"""An answer of frames, as the description of a route has it."""
 
 
 async def read_frame(request: Request, limit: int) -> Frame:

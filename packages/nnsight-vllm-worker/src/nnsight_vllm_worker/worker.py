@@ -31,7 +31,7 @@ from nnsight_vllm_worker.settings import EXTENSION
 from nnsight_vllm_worker.step import Steps
 from nnsight_vllm_worker.tables import Tables
 from nnsight_vllm_worker.taps import Taps
-from nnsight_vllm_worker.vllm_ports import forward, loading, scheduling, startup
+from nnsight_vllm_worker.vllm_ports import forward, loading, orphans, scheduling, startup
 from nnsight_vllm_worker.vllm_ports.runner_v1 import RunnerV1
 from nnsight_vllm_worker.vllm_ports.runner_v2 import RunnerV2
 
@@ -46,13 +46,16 @@ class WorkerExtension:
         limit: float | None,
         keep_bytes: int = LIMIT,
         keep_seconds: float = SECONDS,
+        max_saves: int | None = None,
         policy: str = TRUSTED_PATH,
     ) -> str:
         """Record the model's locations and begin to trace; gives the tree as JSON."""
+        orphans.ignore_interrupts()
         attached = Attached(self, address, pickle, limit, policy_at(policy))
         self._nnsight = attached  # type: ignore[attr-defined]
         keeps = Keeps(self._nnsight.store.device, keep_bytes, keep_seconds)
         self._nnsight.tracing.keeps = keeps
+        self._nnsight.tracing.max_saves = max_saves
         return self._nnsight.tree.model_dump_json()
 
     def nnsight_detach(self) -> None:
@@ -255,6 +258,7 @@ def _loaded(worker: Any) -> None:
     worker._nnsight_loaded = Loaded(worker)
 
 
+orphans.end_with_parent()
 startup.report_causes()
 scheduling.silence()
 loading.when_loaded(EXTENSION, _loaded)
