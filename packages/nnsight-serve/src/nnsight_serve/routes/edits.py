@@ -40,7 +40,7 @@ async def edits(engine: Engine) -> EditList:
     response_model=EditInfo,
     responses={
         422: {**ANSWERED, "description": "A worker refused it; the frame says why."},
-        **refusals(400, 409, 413, 429),
+        **refusals(400, 403, 409, 413, 429),
     },
     openapi_extra={"requestBody": BODY},
 )

@@ -17,7 +17,7 @@ routes = APIRouter()
 @routes.post(
     "/trace",
     response_class=Response,
-    responses={200: ANSWERED, **refusals(400, 409, 413, 429)},
+    responses={200: ANSWERED, **refusals(400, 403, 409, 413, 429)},
     openapi_extra={"requestBody": BODY},
 )
 async def trace(request: Request, engine: Engine) -> FrameResponse:
