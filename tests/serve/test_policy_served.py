@@ -33,7 +33,7 @@ from tests.serve.test_policy_meaning import helper, same
 
 PROMPT = "The Eiffel Tower is in the city of"
 SAMPLING = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True}
-TIMEOUT = "0.7"
+TIMEOUT = "4"
 ENDLESS = {name for name, (_, says) in ESCAPES.items() if says == "ran for more than"}
 
 
