@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from nnsight_serve.cli import _parser, _settings, serve
+from nnsight_serve.server import _ready
 from nnsight_serve.settings import MAX_BODY
 from nnsight_vllm_worker.vllm_ports import arguments
 
@@ -128,3 +129,15 @@ def test_a_flag_of_another_vllm_is_an_error(monkeypatch):
     monkeypatch.setattr(arguments.dataclasses, "fields", lambda _: ())
     with pytest.raises(arguments.EngineError, match="its engine does not take"):
         arguments.parse(["m"], ours)
+
+
+def test_the_first_line_says_what_the_policy_means():
+    trusted = _ready(read("m", "--port", "1"), 1)
+    assert (
+        "policy trusted: blocks are code, and whoever reaches this address can run any" in trusted
+    )
+    restricted = _ready(read("m", "--policy", "restricted", "--api-key", "k"), 1)
+    assert (
+        "policy restricted: whoever has a key can run blocks, and these can compute" in restricted
+    )
+    assert "any code" not in restricted

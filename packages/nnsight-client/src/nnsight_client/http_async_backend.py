@@ -44,7 +44,7 @@ class HttpAsyncBackend:
         self, invokes: list[Invoke], streams: Callable[[], bool]
     ) -> AsyncGenerator[Event, None]:
         self._client()
-        asked = self.now.asked(invokes)
+        asked = self.now.asked(invokes, later=True)
         asked.encoder.take_along(self.now.held)
         return self._run(asked, streams)
 

@@ -156,8 +156,11 @@ class HttpBackend:
 
     # -- shared with the backend for asyncio -------------------------------------------------------
 
-    def asked(self, invokes: list[Invoke]) -> Asked:
+    def asked(self, invokes: list[Invoke], later: bool = False) -> Asked:
         """Some invokes, encoded for this server.
+
+        Args:
+            later: whether what they name is left for the server to check.
 
         Raises:
             TypeError: an unknown sampling argument, if the server has said which it knows.
@@ -167,7 +170,8 @@ class HttpBackend:
                 named = normalise(invoke.sampling)
                 named.pop("lora_request", None)
                 self._names.check(named)
-        return Asked(invokes, self.url, self._tokenizer, self._check, self.kept)
+        check = _anything if later else self._check
+        return Asked(invokes, self.url, self._tokenizer, check, self.kept)
 
     def about(self) -> dict[str, Any]:
         """What a trace tells the server besides its invokes."""
@@ -247,6 +251,10 @@ class HttpBackend:
                         yield from reader.feed(chunk)
                     reader.end()
                     return
+
+
+def _anything(_: Invoke) -> None:
+    pass
 
 
 def sendable(frame: Frame, near: bool) -> tuple[list[bytes], dict[str, str]]:

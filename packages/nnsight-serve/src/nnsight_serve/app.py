@@ -12,6 +12,7 @@ from nnsight_serve.handles import Handles
 from nnsight_serve.limits import Limits
 from nnsight_serve.metrics import EngineMetrics, Metrics
 from nnsight_serve.openai import arguments_of, openai_app
+from nnsight_serve.policy import POLICIES
 from nnsight_serve.pulse import Pulse
 from nnsight_serve.refusals import Refused, answer
 from nnsight_serve.routes import keyed_routes, open_routes
@@ -44,6 +45,7 @@ def create_app(settings: Settings) -> FastAPI:
                 block_timeout=settings.block_timeout,
                 keep_bytes=settings.keep_bytes,
                 keep_seconds=settings.keep_seconds,
+                policy=POLICIES[settings.policy][1],
                 max_saves=settings.max_saves,
             )
         except Exception as error:

@@ -49,7 +49,7 @@ REFUSAL: dict[str, Any] = {"model": Refusal}
 _SAYS = {
     400: "The body is not well formed, or asks for what cannot be meant.",
     401: "The key is missing or wrong.",
-    403: "What it asks for is another caller's.",
+    403: "What it asks for is another caller's, or not allowed by the server's policy.",
     409: "Contents that it names are not here (any more); send them again.",
     413: "The body, or the number of its requests, is above a limit.",
     429: "The key has as many requests in the engine as it may.",

@@ -95,7 +95,10 @@ class Server(uvicorn.Server):
 def _ready(settings: Settings, port: int) -> str:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     who = "whoever has a key" if settings.api_keys else "whoever reaches this address"
+    may = f"blocks are code, and {who} can run any code here"
+    if settings.policy == "restricted":
+        may = f"{who} can run blocks, and these can compute with the model and nothing else"
     return (
         f"nnsight-serve: http://{host}:{port} serves {settings.model} (protocol {VERSION}; policy "
-        f"trusted: blocks are code, and {who} can run any code here)"
+        f"{settings.policy}: {may})"
     )

@@ -15,6 +15,7 @@ from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.errors import EngineDeadError, EngineError
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.kept import KeptValues
+from nnsight_core.policy import TRUSTED_PATH
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.code import digest_of
 from nnsight_core.wire.frames import Buffer, Frame
@@ -40,6 +41,7 @@ class AsyncEngine:
         keep_bytes: how much memory the values may take that blocks keep.
         keep_seconds: how long they stay.
         max_saves: how many bytes the saves of one request may have; None for any.
+        policy: what blocks may do, as the import path of a `nnsight_core.policy.Policy`.
 
     Attributes:
         llm: vLLM's own object.
@@ -70,12 +72,13 @@ class AsyncEngine:
         keep_bytes: int = LIMIT,
         keep_seconds: float = SECONDS,
         max_saves: int | None = None,
+        policy: str = TRUSTED_PATH,
     ) -> None:
         chosen = apply(arguments)
         self.loop = asyncio.get_running_loop()
         self._receiver = Receiver()
         limits = (block_timeout, keep_bytes, keep_seconds, max_saves)
-        self._attaching = (self._receiver.address, pickle, *limits)
+        self._attaching = (self._receiver.address, pickle, *limits, policy)
         self._keep_seconds = keep_seconds
         self.kept = KeptValues(self)
         self._ledger = Ledger()

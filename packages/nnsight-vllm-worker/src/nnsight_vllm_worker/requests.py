@@ -23,7 +23,9 @@ from nnsight_core.keeps import Keeper, Keeps
 from nnsight_core.locations import RESULT, STEP
 from nnsight_core.lowering import Lowered
 from nnsight_core.node import Root
+from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.run import Run
+from nnsight_core.traceback import users_file
 from nnsight_core.watch import Watch
 from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import encode_ended, encode_saved
@@ -86,6 +88,7 @@ class Tracing:
         config: Any,
         pickle: bool,
         limit: float | None,
+        policy: Policy = TRUSTED,
     ) -> None:
         self.tables: Tables
         self.keeps: Keeps
@@ -106,7 +109,7 @@ class Tracing:
         self._tree = watch.places.tree
         self._config = config
         extra = {"print": _print(self.printed)}
-        self.blocks = Blocks(root, self._tree, store, pickle, extra, limit)
+        self.blocks = Blocks(root, self._tree, store, pickle, extra, limit, policy)
         self._allowance = Allowance()
         self._ended: list[Traced] = []
         self._streaming: dict[Traced, None] = {}
@@ -416,7 +419,7 @@ class Tracing:
                 module=category.__module__,
                 name=category.__qualname__,
                 message=str(message),
-                filename=filename,
+                filename=users_file(filename),
                 line=lineno,
             )
         )

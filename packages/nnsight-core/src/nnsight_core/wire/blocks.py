@@ -10,6 +10,7 @@ from nnsight_core.capture import Block
 from nnsight_core.code import Code, compile_block
 from nnsight_core.effects import Effects, effects_of
 from nnsight_core.errors import EncodeError, SaveLimitError
+from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.run import Run
 from nnsight_core.scope import VALUE, call_block, ended, share, target_names
 from nnsight_core.tree import ModelTree
@@ -85,9 +86,10 @@ def check_block(invoke: Invoke, tree: ModelTree | None) -> Effects | None:
     return effects
 
 
-def code_of(data: BlockData) -> Code:
+def code_of(data: BlockData, policy: Policy = TRUSTED) -> Code:
     """The compiled code of a block that came over the wire."""
-    return compile_block(data.source, data.filename, data.line, data.function, data.lazy)
+    place = (data.filename, data.line, data.function, data.lazy)
+    return compile_block(data.source, *place, policy)
 
 
 def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str, Any]) -> Run:

@@ -13,6 +13,7 @@ from nnsight_core.wire.frames import MEDIA_TYPE
 from nnsight_serve.body import ANSWERED, BODY, decoded, read_frame
 from nnsight_serve.engine import Engine, while_alive
 from nnsight_serve.incoming import install_of
+from nnsight_serve.policy import policy_of
 from nnsight_serve.refusals import Refused, refusals
 from nnsight_vllm_worker.edits import NotInstalled
 
@@ -39,7 +40,7 @@ async def edits(engine: Engine) -> EditList:
     response_model=EditInfo,
     responses={
         422: {**ANSWERED, "description": "A worker refused it; the frame says why."},
-        **refusals(400, 409, 413, 429),
+        **refusals(400, 403, 409, 413, 429),
     },
     openapi_extra={"requestBody": BODY},
 )
@@ -52,7 +53,7 @@ async def install(request: Request, engine: Engine) -> Response:
     state = request.app.state
     frame = await read_frame(request, state.settings.max_body)
     with decoded():
-        asked = await asyncio.to_thread(install_of, frame)
+        asked = await asyncio.to_thread(install_of, frame, policy_of(request))
         blobs = state.uploads.take(asked.needs, asked.blobs)
     request.state.account.take(1)
     owner = request.state.caller or asked.owner

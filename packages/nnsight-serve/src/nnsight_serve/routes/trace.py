@@ -8,6 +8,7 @@ from nnsight_serve.body import ANSWERED, BODY, decoded, read_frame
 from nnsight_serve.engine import Engine
 from nnsight_serve.incoming import Trace, trace_of
 from nnsight_serve.outgoing import FrameResponse, frames_of
+from nnsight_serve.policy import policy_of
 from nnsight_serve.refusals import refusals
 
 routes = APIRouter()
@@ -16,7 +17,7 @@ routes = APIRouter()
 @routes.post(
     "/trace",
     response_class=Response,
-    responses={200: ANSWERED, **refusals(400, 409, 413, 429)},
+    responses={200: ANSWERED, **refusals(400, 403, 409, 413, 429)},
     openapi_extra={"requestBody": BODY},
 )
 async def trace(request: Request, engine: Engine) -> FrameResponse:
@@ -25,7 +26,7 @@ async def trace(request: Request, engine: Engine) -> FrameResponse:
     frame = await read_frame(request, state.settings.max_body)
     with decoded():
         # In a thread: to hash what is large would make every other request wait.
-        asked = await asyncio.to_thread(trace_of, frame)
+        asked = await asyncio.to_thread(trace_of, frame, policy_of(request))
         asked.blobs = state.uploads.take(asked.needs, asked.blobs)
     _choose(engine, asked)
     caller = request.state.caller
