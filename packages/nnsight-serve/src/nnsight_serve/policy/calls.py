@@ -14,7 +14,6 @@ from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.cache import Cache
 from nnsight_core.errors import PolicyError
 from nnsight_core.node import Node, Operation
-from nnsight_core.run import Run
 from nnsight_serve.policy import bounds
 from nnsight_serve.policy.allowed import CALLABLES, CONTEXTS, ERRORS, METHODS, TENSOR
 from nnsight_serve.policy.text import refused
@@ -117,7 +116,6 @@ _OWN_METHODS: list[tuple[Any, tuple[str, ...] | frozenset[str]]] = [
     (Cache, CACHED),
     (tuple, METHODS[tuple]),
     (numpy.generic, ("item",)),
-    (Run, ("_save_method", "_keep_method")),
 ]
 
 

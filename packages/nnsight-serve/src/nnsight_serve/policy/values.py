@@ -63,6 +63,8 @@ def attribute(owner: Any, name: str) -> Any:
                 learn(owner.__name__, name, value)  # a library has put another in its place
             return value
         raise not_allowed(f"`{owner.__name__}.{name}`")
+    elif isinstance(owner, nn.Module) and owner in OUTSIDE:
+        return _of_outside(owner, name)
     elif _may_have(owner, kind, name):
         return getattr(owner, name)
     raise not_allowed(f"`.{name}` of a {kind.__name__}")
@@ -79,13 +81,18 @@ def _may_have(owner: Any, kind: type, name: str) -> bool:
         return name in fields or name in METHODS[tuple]
     if isinstance(owner, BaseException):
         return name == "args"
-    if isinstance(owner, nn.Module) and owner in OUTSIDE:
-        own = owner.__dict__
-        held = (own["_parameters"], own["_buffers"], own["_modules"], own)
-        return any(name in part for part in held)
     if isinstance(owner, numpy.generic):
         return name in ("item", "dtype")
     return is_tokenizer(kind) and name in TOKENIZER
+
+
+def _of_outside(module: nn.Module, name: str) -> Any:
+    """What a module holds; what its class has under that name is never looked for."""
+    own = vars(module)
+    for held in (own["_parameters"], own["_buffers"], own["_modules"], own):
+        if name in held:
+            return held[name]
+    raise not_allowed(f"`.{name}` of a {type(module).__name__}")
 
 
 def _of_node(owner: Node, name: str) -> Any:
@@ -135,11 +142,13 @@ def not_allowed(what: str) -> PolicyError:
 def item_of(owner: Any, index: Any) -> Any:
     """`owner[index]`."""
     if isinstance(owner, Node):
-        # A text names a module as an attribute does.
-        if isinstance(index, str):
+        # A text names a module as an attribute does, and anything else might become such a text.
+        if type(index) is str:
             if index.startswith("_"):
                 raise not_allowed(f"`[{index!r}]` of the model")
             return _of_node(owner, index)
+        if type(index) not in (int, slice):
+            raise not_allowed(f"a {type(index).__name__} as an index of the model")
     elif isinstance(owner, Tensor):
         bounds.index(owner, index)
     return owner[index]
