@@ -62,6 +62,9 @@ x.save()
     "errors_caught": "x = []\ntry:\n    1 / 0\nexcept ZeroDivisionError as e:\n    x.append(e.args)\nelse:\n    x.append('no')\nfinally:\n    x.append('end')\nx.save()",
     "f_strings": "v = 3.14159\nx = f'{v:.2f}|{v!r:>9}|{5:03d}|{v=}|{[1]}|{\"é\"!a}'.save()",
     "texts": "x = ', '.join(['a', 'b']).upper().replace('A', 'z').center(9, '.') + '%05.1f %s' % (2.5, [1])\nx.save()",
+    "formats": "x = ('%(a)5d|%(b)-8.3f|%%|%(a)s' % {'a': 7, 'b': 2.5}, '%c%x%+d' % ('q', 255, 3), '%s %r %s' % ([1, [2]], {'k': (3,)}, torch.ones(2)), '100%% of %s' % 'it')\nx.save()",
+    "texts_of_values": "a = [1]\nb = {'k': (a, a), 's': {2}, 'f': frozenset([3])}\nx = (str(b), repr(b), ascii('é'), f'{b}{b!r}', str(b.items()), str(b.values()), repr(slice(1, a)), repr(ValueError('v', a)), str(KeyError('k')), str(torch.ones(2)), str(range(3)), str(None), str(2 ** 70), str(), str(raw), str(raw, 'utf-8'))\nx.save()",
+    "numbers_of_texts": "x = (int('12'), int('ff', 16), int('0b11', 0), int(2.9), int(), int(base=36, *['z']), pow(3, -1, 7), pow(2, 10 ** 9, 97))\nx.save()",
     "lists": "x = [3, 1, 2]\nx.sort(key=lambda v: -v)\nx.extend((7, 8))\nx.insert(0, x.pop())\nx[1:3] = [9]\ndel x[0]\nx.save()",
     "dicts": "d = {'a': 1}\nd.update(b=2)\nd.setdefault('c', []).append(3)\nx = (d, list(d.items()), d.get('q', 0), {**d, 'z': 1})\nx.save()",
     "builtins": "x = (sorted([3, 1], reverse=True), max(1, 2), min([3, 4], key=lambda v: -v), list(map(str, [1])), list(filter(None, [0, 1])), list(zip('ab', range(2))), list(reversed([1, 2])), round(2.567, 2), abs(-1), any([0, 1]), all([]), divmod(7, 2), pow(2, 5), pow(2, 5, 7), isinstance(1, int), type(1.5) is float, len('abc'), repr('a'), sum([[1], [2]], []), list(iter([1])), next(iter([5])), bin(5), format(7, '03d'))\nx.save()",
@@ -111,6 +114,7 @@ OUTSIDE = {
     "number": 2.5,
     "table": {"a": [1, (2, "b")]},
     "array": np.arange(3.0),
+    "raw": b"raw",
     "ids": frozenset([1, 2]),
 }
 

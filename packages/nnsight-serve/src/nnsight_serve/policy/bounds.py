@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +24,13 @@ MAX_ITEMS = 10_000_000
 """How many items a list, tuple or range may have, and how many characters a text."""
 MAX_BITS = 1 << 16
 """How many bits a whole number may have."""
+MAX_MODULAR = 1 << 12
+"""How many bits each number of a `pow(base, exponent, modulus)` may have."""
 MAX_CUBIC = 1 << 36
 """How many steps a decomposition may take: the size of a matrix times its smaller side."""
 MAX_TOKENIZED = 1 << 17
 """How many characters, or ids, a tokenizer takes."""
-_SEQUENCES = (str, bytes, list, tuple)
+_SEQUENCES = (str, bytes, bytearray, list, tuple)
 _ARRAYS = (Tensor, numpy.ndarray)
 
 
@@ -51,10 +52,10 @@ def items(count: int) -> None:
         raise too_large("a sequence or text", count, MAX_ITEMS)
 
 
-def bits(count: int) -> None:
+def bits(count: int, most: int = MAX_BITS) -> None:
     """Refuse a whole number of so many bits, if that is too many."""
-    if count > MAX_BITS:
-        raise too_large("the bits of a whole number", count, MAX_BITS)
+    if count > most:
+        raise too_large("the bits of a whole number", count, most)
 
 
 # -- operators ------------------------------------------------------------------------------------
@@ -126,28 +127,6 @@ def operands(symbol: str, left: Any, right: Any) -> None:
     elif symbol == "+":
         if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
             items(len(left) + len(right))
-    elif symbol == "%" and isinstance(left, str | bytes):
-        formatted(left, right)
-
-
-_WIDTH = re.compile(r"\*|\d{5}")
-
-
-def formatted(text: str | bytes, values: Any) -> None:
-    """Refuse a `text % values` that would make something too large."""
-    plain = text if isinstance(text, str) else text.decode("latin-1")
-    if any(_WIDTH.search(part) for part in re.findall(r"%[^a-zA-Z%]*", plain)):
-        raise refused("a width like that in a text to format is not allowed", "Make it narrower.")
-    given = values.values() if isinstance(values, dict) else values
-    given = given if isinstance(values, dict | tuple) else (values,)
-    longest = max((len(v) for v in given if isinstance(v, str | bytes)), default=0)
-    items(len(text) + plain.count("%") * longest)
-
-
-def spec(text: str) -> None:
-    """Refuse a format like `:1000000000d`."""
-    if _WIDTH.search(text):
-        raise refused(f"the format {text[:40]!r} is not allowed", "Make it narrower.")
 
 
 # -- tensors --------------------------------------------------------------------------------------

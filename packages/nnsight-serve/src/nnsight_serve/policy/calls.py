@@ -14,7 +14,7 @@ from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.cache import Cache
 from nnsight_core.errors import PolicyError
 from nnsight_core.node import Node, Operation
-from nnsight_serve.policy import bounds
+from nnsight_serve.policy import bounds, texts
 from nnsight_serve.policy.allowed import CALLABLES, CONTEXTS, ERRORS, METHODS, TENSOR
 from nnsight_serve.policy.text import refused
 from nnsight_serve.policy.values import CACHED, OUTSIDE, TOKENIZER, each, is_tokenizer, not_allowed
@@ -30,6 +30,7 @@ CLASSES: frozenset[type] = frozenset(
     )
 )
 """The classes of Python's that may be called."""
+_MAKING: dict[type, Callable[..., Any]] = {int: texts.whole_of, str: texts.text_of}
 _GATHERING = (list, tuple, set, frozenset, enumerate, zip, reversed)
 
 
@@ -62,7 +63,7 @@ def called(function: Any) -> Any:
         return _method(function, function.__self__, function.__name__)
     elif isinstance(function, type):
         if function in CLASSES:
-            return over(function) if function in _GATHERING else function
+            return _MAKING.get(function) or (over(function) if function in _GATHERING else function)
     elif isinstance(function, Node):
         _check_module(function)
         return function

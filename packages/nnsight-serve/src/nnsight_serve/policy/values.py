@@ -21,7 +21,7 @@ from nnsight_core.errors import PolicyError
 from nnsight_core.loops import StepChoice, StepLoop
 from nnsight_core.node import SIDES, Node, Operation, Root, Source
 from nnsight_core.outputs import LateResult, RequestOutput
-from nnsight_serve.policy import bounds
+from nnsight_serve.policy import bounds, texts
 from nnsight_serve.policy.allowed import CALLABLES, METHODS, MODULES, TENSOR, learn
 from nnsight_serve.policy.text import refused
 
@@ -192,9 +192,16 @@ def single(value: Any) -> Any:
     return value
 
 
+def _check(symbol: str, left: Any, right: Any) -> None:
+    if symbol == "%" and isinstance(left, str | bytes | bytearray):
+        texts.formatted(left, right)
+    else:
+        bounds.operands(symbol, left, right)
+
+
 def operate(symbol: str, left: Any, right: Any) -> Any:
     """`left symbol right`."""
-    bounds.operands(symbol, left, right)
+    _check(symbol, left, right)
     return bounds.BINARY[symbol](left, right)
 
 
@@ -203,7 +210,7 @@ def in_place(symbol: str, left: Any, right: Any) -> Any:
     if symbol == "+" and type(left) is list and type(right) is not list:
         # An iterator over the very list would go on for ever, where no time limit reaches it.
         right = list(right)
-    bounds.operands(symbol, left, right)
+    _check(symbol, left, right)
     return bounds.IN_PLACE[symbol](left, right)
 
 
@@ -230,9 +237,10 @@ def augment_side(owner: Any, name: str, symbol: str) -> Callable[[Any], None]:
 
 def text(value: Any, conversion: int, spec: str) -> str:
     """A part of an f-string."""
-    bounds.spec(spec)
+    texts.spec(spec)
     if conversion != -1:
-        value = {"r": repr, "s": str, "a": ascii}[chr(conversion)](value)
+        value = texts.text_by({"r": repr, "s": str, "a": ascii}[chr(conversion)], value)
+    texts.measured(value)
     made = format(value, spec)
     bounds.items(len(made) * 2)
     return made
