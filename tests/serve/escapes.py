@@ -25,6 +25,7 @@ LARGE = "is the most"
 TIME = "ran for more than"
 
 SHARED = "a = ['x' * 1000] * 1000\nfor i in range(2):\n    a = [a] * 8\n"
+NESTED = "a = [1.0] * 1024\nfor i in range(3):\n    a = [a] * 1024\n"
 
 ESCAPES: dict[str, tuple[str, str]] = {
     # -- walks over double underscores
@@ -411,6 +412,71 @@ ESCAPES: dict[str, tuple[str, str]] = {
     ),
     "large_nested_index": ("a = torch.ones(1, 10 ** 5)\nx = a[[[0] * 1000] * 1000]", LARGE),
     "long_list_by_a_tensor": ("x = [0] * torch.tensor(10 ** 12)", LARGE),
+    "large_fft": ("x = torch.fft.fft(torch.zeros(1), n=1 << 31)", LARGE),
+    "large_fft_by_place": ("x = torch.fft.ifft(torch.zeros(1), 1 << 31)", LARGE),
+    "large_fft_by_input": ("x = torch.fft.rfft(n=1 << 31, input=torch.zeros(1))", LARGE),
+    "large_irfft": ("x = torch.fft.irfft(torch.zeros(2, 2), 1 << 30, 0)", LARGE),
+    "large_fft_of_two": ("x = torch.fft.fft2(torch.zeros(1, 1), s=(1 << 16, 1 << 16))", LARGE),
+    "large_fft_of_many": ("x = torch.fft.ifftn(torch.zeros(2, 1), (1 << 30,), (1,))", LARGE),
+    "large_svd": ("x = torch.linalg.svd(torch.zeros(1, 1).expand(40000, 1))", LARGE),
+    "large_svd_by_name": (
+        "x = torch.linalg.svd(full_matrices=True, A=torch.zeros(40000, 1))",
+        LARGE,
+    ),
+    "large_svd_not_some": ("x = torch.svd(torch.zeros(40000, 1), some=False)", LARGE),
+    "large_svd_of_many": ("x = torch.linalg.svd(torch.zeros(2000, 1000, 1))", LARGE),
+    "large_qr": ("x = torch.linalg.qr(torch.zeros(40000, 1), mode='complete')", LARGE),
+    "slow_norm": ("x = torch.linalg.norm(torch.ones(1, 1).expand(30000, 30000), 2)", NOT),
+    "slow_nuclear_norm": ("x = torch.ones(1, 1).expand(30000, 30000).norm('nuc')", NOT),
+    "many_parts_by_tensor_split": ("x = torch.zeros(1).tensor_split(2000000)", LARGE),
+    "many_parts_by_sections": (
+        "x = torch.tensor_split(sections=2000000, input=torch.zeros(1))",
+        LARGE,
+    ),
+    "many_parts_by_indices": ("x = torch.zeros(1).tensor_split([0] * 2000000)", LARGE),
+    "many_parts_by_chunk": ("x = torch.zeros(2000000).chunk(2000000)", LARGE),
+    "many_parts_by_split": (
+        "x = torch.split(dim=0, split_size_or_sections=1, tensor=torch.zeros(2000000))",
+        LARGE,
+    ),
+    "many_parts_by_sizes": ("x = torch.zeros(0).split([0] * 2000000)", LARGE),
+    "many_parts_by_unbind": ("x = torch.zeros(1, 2000000).unbind(-1)", LARGE),
+    "many_parts_by_a_loop": ("for x in torch.zeros(2000000):\n    pass", LARGE),
+    "many_parts_by_a_star": ("x = [*torch.zeros(2000000)]", LARGE),
+    "large_embedding_by_names": (
+        "i = torch.zeros(3, 1).long()\nx = F.embedding(weight=torch.ones(1, 1 << 29), input=i)",
+        LARGE,
+    ),
+    "large_linear_by_names": (
+        "a = torch.ones(1, 1).expand(10 ** 6, 1)\nx = F.linear(bias=a[:, 0], weight=a, input=a)",
+        LARGE,
+    ),
+    "large_matmul_by_names": (
+        "a = torch.ones(1, 1).expand(10 ** 6, 1)\nx = torch.matmul(other=a.T, input=a)",
+        LARGE,
+    ),
+    "large_matmul_by_names_of_numpy": (
+        "a = torch.ones(1, 1).expand(10 ** 6, 1)\nx = torch.matmul(x2=a.T, x1=a)",
+        LARGE,
+    ),
+    "large_select_by_names": (
+        "a = torch.ones(1, 10 ** 6)\ni = torch.zeros(10 ** 5).long()\n"
+        "x = torch.index_select(index=i, dim=-2, input=a)",
+        LARGE,
+    ),
+    "large_tile_by_names": ("x = torch.tile(dims=(10 ** 12,), input=torch.ones(9))", LARGE),
+    "large_interleave_by_names": (
+        "x = torch.repeat_interleave(repeats=10 ** 12, input=torch.ones(9))",
+        LARGE,
+    ),
+    "large_interleave_of_repeats": ("x = torch.repeat_interleave(torch.tensor([10 ** 12]))", LARGE),
+    "large_broadcast_by_names": (
+        "x = torch.broadcast_to(size=(10 ** 12,), input=torch.ones(1))",
+        LARGE,
+    ),
+    "large_tensor_of_shared_lists": (NESTED + "x = torch.tensor(a)", LARGE),
+    "large_tensor_as_shared_lists": (NESTED + "x = torch.as_tensor(data=a)", LARGE),
+    "large_new_tensor": (NESTED + "x = layer.output.new_tensor(a)", LARGE),
     "slow_svd": ("x = torch.linalg.svd(torch.ones(1, 1).expand(30000, 30000))", NOT),
     "decorated_by_a_refused": ("@open\ndef f():\n    pass", NOT),
     "decorated_by_a_class": ("@torch.Tensor\ndef f():\n    pass", NOT),

@@ -22,6 +22,8 @@ MAX_ELEMENTS = 1 << 30
 """How many elements one tensor may have."""
 MAX_ITEMS = 10_000_000
 """How many items a list, tuple or range may have, and how many characters a text."""
+MAX_PARTS = 1 << 18
+"""Into how many tensors one may be taken apart."""
 MAX_BITS = 1 << 16
 """How many bits a whole number may have."""
 MAX_MODULAR = 1 << 12
@@ -50,6 +52,21 @@ def items(count: int) -> None:
     """Refuse a sequence of so many items, if that is too many."""
     if count > MAX_ITEMS:
         raise too_large("a sequence or text", count, MAX_ITEMS)
+
+
+def parts(count: int) -> None:
+    """Refuse to take a tensor apart into so many, if that is too many."""
+    if count > MAX_PARTS:
+        raise too_large("the parts of a tensor", count, MAX_PARTS)
+
+
+def nested(value: Any) -> None:
+    """Refuse lists in lists that would make too large an array: one may stand in many places."""
+    count = 1
+    while isinstance(value, list | tuple) and value:
+        count *= len(value)
+        elements(count)
+        value = value[0]
 
 
 def bits(count: int, most: int = MAX_BITS) -> None:
@@ -171,6 +188,24 @@ def _numbers(*values: Any) -> list[int]:
     return found
 
 
+_AXIS = ("dim", "axis")
+_FIRST = ("input", "tensor", "self", "A", "x", "a", "x1")
+"""How functions of PyTorch name their first tensor, and as NumPy does."""
+
+
+def _role(args: tuple[Any, ...], named: dict[str, Any], place: int, *names: str) -> Any:
+    """The argument at a place, or under one of its names."""
+    if len(args) > place:
+        return args[place]
+    return next((named[name] for name in names if name in named), None)
+
+
+def _along(tensor: Tensor, axis: Any) -> int:
+    """How long a tensor is along an axis, the first if none is given."""
+    place = whole(axis) or 0
+    return tensor.shape[place] if -tensor.dim() <= place < tensor.dim() else 1
+
+
 def _any(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     given = list(tensors_in(*args, *named.values()))
     if len(given) > 1:
@@ -220,8 +255,10 @@ def _repeated(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 def _interleaved(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     if "output_size" in named:
         raise refused("`repeat_interleave(output_size=...)` is not allowed", "Leave it out.")
-    repeats = args[1] if len(args) > 1 else named.get("repeats", 1)
+    repeats = _role(args, named, 1, "repeats")
     given = args[0] if args and isinstance(args[0], Tensor) else None
+    if repeats is None:  # what is given says how often each of its places is to come
+        given, repeats = None, given
     if isinstance(repeats, Tensor):
         most = int(repeats.sum()) if repeats.numel() else 0
         elements(most * (given.numel() if given is not None else 1))
@@ -251,15 +288,19 @@ def _crossed(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 
 
 def _matrix(args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    given = list(tensors_in(*args, *named.values()))
-    if len(given) > 1:
-        multiplied(given[0], given[1])
+    left, right = _role(args, named, 0), _role(args, named, 1, "other", "mat2", "vec", "x2")
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        multiplied(left, right)
+    else:
+        _crossed(args, named)
 
 
 def _linear(args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    given = list(tensors_in(*args, *named.values()))
-    if len(given) > 1 and given[0].dim():
-        elements(math.prod(given[0].shape[:-1]) * given[1].shape[0])
+    given, weight = _role(args, named, 0), _role(args, named, 1, "weight")
+    if isinstance(given, Tensor) and isinstance(weight, Tensor) and weight.dim():
+        elements(math.prod(given.shape[:-1]) * weight.shape[0])
+    else:
+        _crossed(args, named)
 
 
 def _inner(args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -281,18 +322,21 @@ def _square(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 
 def _picked(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """`index_select(x, dim, index)`."""
-    given = list(tensors_in(*args, *named.values()))
-    if len(given) > 1:
-        dims = _numbers(args[1:2], named.get("dim"))
-        size = given[0].shape[dims[0]] if dims and dims[0] < given[0].dim() else 1
-        elements(given[0].numel() // max(1, size) * given[1].numel())
+    given, picked = _role(args, named, 0), _role(args, named, 2, "index")
+    if isinstance(given, Tensor) and isinstance(picked, Tensor):
+        size = _along(given, _role(args, named, 1, *_AXIS))
+        elements(given.numel() // max(1, size) * picked.numel())
+    else:
+        _crossed(args, named)
 
 
 def _embedded(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """`embedding(indices, weights)`."""
-    given = list(tensors_in(*args, *named.values()))
-    if len(given) > 1 and given[1].dim():
-        elements(given[0].numel() * given[1].shape[-1])
+    given, weight = _role(args, named, 0), _role(args, named, 1, "weight")
+    if isinstance(given, Tensor) and isinstance(weight, Tensor) and weight.dim():
+        elements(given.numel() * weight.shape[-1])
+    else:
+        _crossed(args, named)
 
 
 def _cubic(args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -303,6 +347,59 @@ def _cubic(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     _any(args, named)
 
 
+def _full(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """What makes square matrices of the longer side of each."""
+    for tensor in tensors_in(*args, *named.values()):
+        if tensor.dim() > 1:
+            elements(math.prod(tensor.shape[:-2]) * max(tensor.shape[-2:]) ** 2)
+    _cubic(args, named)
+
+
+def _svd(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`torch.svd(x, some=True)`."""
+    some = _role(args, named, 1, "some")
+    (_cubic if some is None or some else _full)(args, named)
+
+
+def _linalg_svd(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`torch.linalg.svd(x, full_matrices=True)`."""
+    full = _role(args, named, 1, "full_matrices")
+    (_full if full is None or full else _cubic)(args, named)
+
+
+def _qr(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    mode = _role(args, named, 1, "mode")
+    (_full if mode == "complete" else _cubic)(args, named)
+
+
+def _norm(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`torch.norm(x, p)`, which decomposes a matrix for its nuclear norm."""
+    (_cubic if _role(args, named, 1, "p") == "nuc" else _any)(args, named)
+
+
+def _linalg_norm(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`torch.linalg.norm(x, ord, dim)`, of rows or columns if `dim` is one number."""
+    order, axis = _role(args, named, 1, "ord"), _role(args, named, 2, *_AXIS)
+    (_any if order is None or whole(axis) is not None else _cubic)(args, named)
+
+
+def _transformed(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`fft(x, n, dim)`, `fftn(x, s, dim)`: as long along its axes as is asked for."""
+    for tensor in tensors_in(*args[:1]):
+        sizes = _flat(_role(args, named, 1, "n", "s"))
+        axes = _flat(_role(args, named, 2, *_AXIS)) or list(range(-len(sizes), 0))
+        shape = list(tensor.shape)
+        for axis, size in zip(axes, sizes, strict=False):
+            if -len(shape) <= axis < len(shape) and size >= 0:
+                shape[axis] = max(size, shape[axis])
+        elements(2 * math.prod(shape))
+
+
+def _flat(value: Any) -> list[int]:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [number for number in map(whole, parts) if number is not None]
+
+
 def _drawn(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """`multinomial(weights, count)`."""
     rows = [t.shape[0] if t.dim() > 1 else 1 for t in tensors_in(*args[:1])]
@@ -310,9 +407,39 @@ def _drawn(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 
 
 def _apart(args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """`split`, `unbind`: so many tensors."""
+    """`unbind(x, dim)`: so many tensors."""
     for tensor in tensors_in(*args[:1]):
-        items(max(tensor.shape, default=0))
+        parts(_along(tensor, _role(args, named, 1, *_AXIS)))
+
+
+def _split(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`split(x, size or sizes, dim)`."""
+    size = _role(args, named, 1, "split_size", "split_size_or_sections")
+    if isinstance(size, list | tuple):
+        parts(len(size))
+        return
+    for tensor in tensors_in(*args[:1]):
+        parts(_along(tensor, _role(args, named, 2, *_AXIS)) // max(1, whole(size) or 0))
+
+
+def _chunks(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`chunk(x, count)`, `tensor_split(x, count or indices)`."""
+    count = _role(args, named, 1, "chunks", "sections", "indices", "indices_or_sections")
+    if isinstance(count, list | tuple):
+        parts(len(count))
+    elif isinstance(count, Tensor) and count.dim():
+        parts(count.numel())
+    else:
+        parts(abs(whole(count) or 0))
+
+
+def _written(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`tensor(lists in lists)`."""
+    nested(_role(args, named, 0, "data", "obj"))
+
+
+def _new_written(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    _written(args[1:], named)
 
 
 def _listed(args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -360,13 +487,23 @@ _CHECKS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], None]] = {
     "diag": _diagonal,
     "index_select": _picked,
     "embedding": _embedded,
+    **dict.fromkeys(("svdvals", "eigh", "eigvalsh", "eig", "eigvals", "inv", "pinv"), _cubic),
+    **dict.fromkeys(("inverse", "pinverse", "det", "slogdet", "logdet"), _cubic),
+    **dict.fromkeys(("cholesky", "lstsq", "solve", "matrix_rank", "matrix_norm"), _cubic),
+    "svd": _svd,
+    "linalg.svd": _linalg_svd,
+    "qr": _qr,
+    "norm": _norm,
+    "linalg.norm": _linalg_norm,
     **dict.fromkeys(
-        ("svd", "svdvals", "eigh", "eigvalsh", "eig", "eigvals", "inv", "pinv"), _cubic
+        ("fft", "fft2", "fftn", "ifft", "ifft2", "ifftn", "rfft", "irfft"), _transformed
     ),
-    **dict.fromkeys(("inverse", "pinverse", "det", "slogdet", "logdet", "qr"), _cubic),
-    **dict.fromkeys(("qr", "cholesky", "lstsq", "solve", "matrix_rank", "matrix_norm"), _cubic),
+    **dict.fromkeys(("tensor", "as_tensor"), _written),
+    "new_tensor": _new_written,
     "multinomial": _drawn,
-    **dict.fromkeys(("split", "unbind", "chunk", "tensor_split"), _apart),
+    "unbind": _apart,
+    "split": _split,
+    **dict.fromkeys(("chunk", "tensor_split"), _chunks),
     "tolist": _listed,
     "einsum": _einsum,
     **dict.fromkeys(("fftfreq", "rfftfreq"), _sized),
@@ -377,7 +514,12 @@ def arguments(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Refuse a call of PyTorch that would make something too large, or write where it likes."""
     if "out" in named:
         raise refused(f"`{name}(out=...)` is not allowed", "Use what it gives back.")
-    _CHECKS.get(name, _any)(args, named)
+    first = next((part for part in _FIRST if part in named), None)
+    if first is not None and not args:
+        args = (named[first],)
+        named = {part: value for part, value in named.items() if part != first}
+    check = _CHECKS.get(name) or _CHECKS.get(name.removeprefix("linalg."), _any)
+    check(args, named)
 
 
 def layer(module: nn.Module, given: tuple[Any, ...]) -> None:

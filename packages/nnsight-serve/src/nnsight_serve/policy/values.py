@@ -174,13 +174,15 @@ def side(owner: Any, name: str) -> Any:
 def each(values: Any) -> Any:
     """What a loop goes through."""
     if isinstance(values, Tensor):
-        bounds.items(len(values) if values.dim() else 0)
+        bounds.parts(len(values) if values.dim() else 0)
     return values
 
 
 def spread(values: Any) -> Any:
     """`*values`."""
-    if isinstance(values, Tensor | list | tuple | set | str | dict | range):
+    if isinstance(values, Tensor):
+        return each(values)
+    if isinstance(values, list | tuple | set | str | dict | range):
         bounds.items(len(values))
     return values
 
