@@ -410,6 +410,20 @@ ESCAPES: dict[str, tuple[str, str]] = {
         "i = torch.zeros(10 ** 6).long()\nx = F.embedding(i, torch.ones(1, 10 ** 4))",
         LARGE,
     ),
+    "large_index_of_numpy": (
+        "x = array[None][[0] * 10 ** 7]\ny = array[[[0] * 40000] * 40000]",
+        LARGE,
+    ),
+    "large_index_of_two": (
+        "i = torch.zeros(1, 1).long().expand(10 ** 6, 1)\nx = torch.ones(1, 1)[i, i.T]",
+        LARGE,
+    ),
+    "large_index_of_two_in_a_list": (
+        "i = torch.zeros(1, 1).long().expand(10 ** 6, 1)\nx = torch.ones(1, 1)[[i, i.T]]",
+        LARGE,
+    ),
+    "large_index_of_a_tuple": ("x = torch.ones(1, 1000)[((0,) * 10 ** 7,)]", LARGE),
+    "large_index_of_shared_lists": (NESTED + "x = torch.ones(2)[a]", LARGE),
     "large_nested_index": ("a = torch.ones(1, 10 ** 5)\nx = a[[[0] * 1000] * 1000]", LARGE),
     "long_list_by_a_tensor": ("x = [0] * torch.tensor(10 ** 12)", LARGE),
     "large_fft": ("x = torch.fft.fft(torch.zeros(1), n=1 << 31)", LARGE),

@@ -156,7 +156,8 @@ FORMS: dict[str, Any] = {
 }
 """What a name may be made to hold, by what it is."""
 _NAMES = """
-    __builtins__ __nnsight_save__ __nnsight_keep__ __nnsight_save__x _getattr_ _call_ _getitem_ _operate_ __name _x a.b a-b 1a
+    __builtins__ __nnsight_save__ __nnsight_keep__
+    __nnsight_save__x _getattr_ _call_ _getitem_ _operate_ __name _x a.b a-b 1a
 """
 NAMES = _NAMES.split()
 """Names that a block may not have."""

@@ -28,7 +28,7 @@ _CALLS = {"save": SAVE, "keep": KEEP}
 
 
 class OwnCall(ast.Call):
-    """A call of `SAVE` or `KEEP` that the rewriting put there; no text of a user's parses to one."""
+    """A call of `SAVE` or `KEEP` that the rewriting put there; no text parses to one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,10 +6,10 @@ all of a block's together, and not how long a call takes.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import numpy
@@ -141,9 +141,8 @@ def operands(symbol: str, left: Any, right: Any) -> None:
             items(len(left) * (whole(right) or 0))
         elif isinstance(right, _SEQUENCES):
             items(len(right) * (whole(left) or 0))
-    elif symbol == "+":
-        if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
-            items(len(left) + len(right))
+    elif symbol == "+" and isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
+        items(len(left) + len(right))
 
 
 # -- tensors --------------------------------------------------------------------------------------
@@ -170,7 +169,7 @@ def broadcast(given: list[Any]) -> None:
 
 def multiplied(left: Any, right: Any) -> None:
     """Refuse a matrix product that would be too large."""
-    pairs = itertools.zip_longest(left.shape[-3::-1], right.shape[-3::-1], fillvalue=1)
+    pairs = zip_longest(left.shape[-3::-1], right.shape[-3::-1], fillvalue=1)
     rows = left.shape[-2] if len(left.shape) > 1 else 1
     columns = right.shape[-1] if len(right.shape) > 1 else 1
     elements(math.prod(max(pair) for pair in pairs) * rows * columns)
@@ -533,25 +532,39 @@ def layer(module: nn.Module, given: tuple[Any, ...]) -> None:
                 elements(tensor.numel() * weight.shape[1] if embeds else rows * weight.shape[0])
 
 
-def index(tensor: Tensor, at: Any) -> None:
-    """Refuse an index that would pick too much out of a tensor."""
-    parts = at if isinstance(at, tuple) else (at,)
-    axis, count, size = 0, 0, 1
-    for place, part in enumerate(parts):
+def index(tensor: Tensor | numpy.ndarray, at: Any) -> None:
+    """Refuse an index that would pick too much out of an array."""
+    if isinstance(at, list) and any(not isinstance(part, int) for part in at[:64]):
+        index(tensor, tuple(at))  # PyTorch and NumPy may take such a list for what it holds
+    picked: list[list[int]] = []
+    given = at if isinstance(at, tuple) else (at,)
+    axis, size = 0, 1
+    for place, part in enumerate(given):
         if part is Ellipsis:
-            axis = max(0, tensor.dim() - (len(parts) - place - 1))
+            axis = max(0, len(tensor.shape) - (len(given) - place - 1))
         elif isinstance(part, Tensor | numpy.ndarray) and str(part.dtype)[-4:] == "bool":
-            axis += len(part.shape)  # it picks no more than there is
-        elif isinstance(part, Tensor | numpy.ndarray | list):
-            count = max(count, _count(part))
-            size *= tensor.shape[axis] if axis < tensor.dim() else 1
+            size *= math.prod(tensor.shape[axis : axis + len(part.shape)])
+            axis += len(part.shape)
+            picked.append([math.prod(part.shape)])
+        elif isinstance(part, Tensor | numpy.ndarray | _LISTS):
+            size *= tensor.shape[axis] if axis < len(tensor.shape) else 1
             axis += 1
+            picked.append(_shape(part))
         elif part is not None:
             axis += 1
-    elements(count * (tensor.numel() // max(1, size)))
+    if picked:
+        together = zip_longest(*(shape[::-1] for shape in picked), fillvalue=1)
+        count = math.prod(max(sizes) for sizes in together)
+        elements(count * (math.prod(tensor.shape) // max(1, size)))
 
 
-def _count(index: Any) -> int:
-    if isinstance(index, list):
-        return sum(_count(part) if isinstance(part, list) else 1 for part in index)
-    return math.prod(index.shape)
+_LISTS = list | tuple | range | bytes | bytearray
+
+
+def _shape(part: Any) -> list[int]:
+    """The shape of what a list is taken for as an index."""
+    shape: list[int] = []
+    while isinstance(part, _LISTS) and len(part):
+        shape.append(len(part))
+        part = part[0]
+    return [*shape, *getattr(part, "shape", ())]

@@ -198,7 +198,7 @@ class Guarding(RestrictingNodeTransformer):
         return node
 
     def visit_OwnCall(self, node: OwnCall) -> Any:
-        """What it calls stays as it is: under its name a text can neither bind nor read anything."""
+        """What it calls stays as it is: no text can bind that name, or read it."""
         node.args = [self.visit(part) for part in node.args]
         return node
 

@@ -129,7 +129,7 @@ def spec(text: str) -> None:
 
 def text_of(*args: Any, **named: Any) -> str:
     """`str(...)`."""
-    if len(args) == 1 and not named:
+    if args and len(args) + len(named) == 1:
         return text_by(str, args[0])
     encoding = named.get("encoding", args[1] if len(args) > 1 else "utf-8")
     if not isinstance(encoding, str) or encoding.lower() not in _ENCODINGS:
@@ -139,8 +139,9 @@ def text_of(*args: Any, **named: Any) -> str:
 
 def whole_of(*args: Any, **named: Any) -> int:
     """`int(...)`."""
-    if args and isinstance(args[0], str | bytes | bytearray):
+    value = args[0] if args else 0
+    if isinstance(value, str | bytes | bytearray):
         base = bounds.whole(named.get("base", args[1] if len(args) > 1 else 10))
         # Of base 0 the text itself says which, at most 16.
-        bounds.bits(len(args[0]) * ((base or 16) - 1).bit_length())
+        bounds.bits(len(value) * ((base or 16) - 1).bit_length())
     return int(*args, **named)

@@ -149,7 +149,7 @@ def item_of(owner: Any, index: Any) -> Any:
             return _of_node(owner, index)
         if type(index) not in (int, slice):
             raise not_allowed(f"a {type(index).__name__} as an index of the model")
-    elif isinstance(owner, Tensor):
+    elif isinstance(owner, Tensor | numpy.ndarray):
         bounds.index(owner, index)
     return owner[index]
 
