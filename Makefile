@@ -13,11 +13,7 @@ SERVED_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers 
   keep lora refusals steps tables trace ways)) tests/processes/test_async.py
 
 PACKAGES := $(addprefix packages/nnsight-,core vllm-worker serve client)
-CLIENT_# What means the same on a server runs there a second time (tests/fixtures/served.py).
-SERVED_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers edits errors features \
-  keep lora refusals steps tables trace ways)) tests/processes/test_async.py
-
-PACKAGES := $(addprefix packages/nnsight-,core client)
+CLIENT_PACKAGES := $(addprefix packages/nnsight-,core client)
 CLIENT_SOURCES := $(shell find $(CLIENT_PACKAGES) -name '*.py' -o -name pyproject.toml -o -name README.md)
 
 PY := .venv/bin/python
