@@ -4,7 +4,8 @@
 #
 # BuildKit is not needed. docs/docker.md tells how to run it, and what the build arguments are for.
 
-# An image of Debian's with the Python that requirements/serve-cpu.txt is resolved for.
+# An image of Debian's with pip and the Python that requirements/serve-cpu.txt is resolved for, and with
+# Python's headers, since vLLM compiles the model that it is given when it starts.
 ARG BASE=python:3.11-slim
 
 # --- the engine and all else that is pinned: the large layer, which our own changes leave alone ---
@@ -42,7 +43,7 @@ LABEL org.opencontainers.image.title="nnsight-serve-cpu" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${BASE}"
 
-# A compiler is no build tool here: vLLM compiles the model that it is given when it starts.
+# The compiler is not left of the build: vLLM takes it at run time.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ libnuma1 \
