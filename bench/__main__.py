@@ -1,9 +1,13 @@
-"""`python -m bench [WORKLOAD ...]`: measure, keep the results as JSON and print the tables."""
+"""`python -m bench [WORKLOAD ...]`: measure, keep the results as JSON and print the tables.
+
+`python -m bench load` has a way and arguments of its own; see `bench.workloads.load`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 
 from bench.report import WORKLOADS, write_page
 from bench.results import Result
@@ -11,6 +15,9 @@ from bench.results import Result
 
 def main() -> None:
     """Run the workloads that are named, or all that need no GPU."""
+    if sys.argv[1:2] == ["load"]:
+        importlib.import_module("bench.workloads.load").main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument(
         "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}"

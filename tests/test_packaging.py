@@ -73,6 +73,13 @@ def test_a_wheel_holds_its_own_package_and_is_typed(wheels, name):
     assert any(file.endswith("licenses/LICENSE") for file in files)
 
 
+def test_the_servers_wheel_holds_its_page(wheels):
+    here = ROOT / "packages/nnsight-serve/src"
+    page = {file.relative_to(here).as_posix() for file in (here / "nnsight_serve/page").iterdir()}
+    with zipfile.ZipFile(wheels["nnsight_serve"]) as archive:
+        assert len(page) >= 5 and page <= set(archive.namelist())
+
+
 @pytest.mark.slow
 def test_client_and_core_install_without_vllm(wheels, client_python, tmp_path):
     path = install(

@@ -21,12 +21,16 @@ DONE = DoneMessage().frame().to_bytes()
 
 
 @contextmanager
-def answering(body: bytes, kind: str = MEDIA_TYPE, status: int = 200) -> Iterator[str]:
-    """An HTTP server that always answers the same."""
+def answering(
+    body: bytes, kind: str = MEDIA_TYPE, status: int = 200, seen: list[str | None] | None = None
+) -> Iterator[str]:
+    """An HTTP server that always answers the same, and notes the keys that it sees."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if seen is not None:
+                seen.append(self.headers.get("Authorization"))
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.end_headers()

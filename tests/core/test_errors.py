@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-from nnsight_core import NNsightError, NNsightWarning, ProtocolError, errors
+from nnsight_core import BusyError, NNsightError, NNsightWarning, ProtocolError, errors
+from nnsight_core.wire.data import Encoder
+from nnsight_core.wire.errors import rebuild_error, record_error
 
 LINE = re.compile(r"^((?:│   |    )*(?:[├└]── )?)(\w+)(?: \((\w+)\))?( {2,}\S.*)?$")
 
@@ -57,3 +59,10 @@ def test_every_error_is_ours_and_python_s(name: str) -> None:
 def test_a_protocol_error_keeps_what_had_arrived() -> None:
     assert ProtocolError("gone").arrived == {}
     assert ProtocolError("gone", {"x": 1}).arrived == {"x": 1}
+
+
+def test_a_busy_error_says_when_to_come_again_wherever_it_is_raised() -> None:
+    assert BusyError("full").retry_after is None
+    record = record_error(BusyError("full", 2.5), Encoder())
+    again = rebuild_error(record.model_validate(record.model_dump(mode="json")), [])
+    assert type(again) is BusyError and str(again) == "full" and again.retry_after == 2.5

@@ -7,6 +7,8 @@ import importlib
 import pkgutil
 from pathlib import Path
 
+import pytest
+
 import nnsight_core
 
 FOLDER = Path(nnsight_core.__file__).parent
@@ -14,9 +16,15 @@ FOLDER = Path(nnsight_core.__file__).parent
 
 def test_what_is_imported_at_the_top_is_what_is_exported() -> None:
     tree = ast.parse((FOLDER / "__init__.py").read_text())
-    imported = {a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert set(nnsight_core.__all__) == imported
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    ours = {a.name: n.module for n in imports for a in n.names if n.module != "typing"}
+    assert set(nnsight_core.__all__) == set(ours)
     assert nnsight_core.__all__ == sorted(nnsight_core.__all__)
+    for name, module in ours.items():
+        assert getattr(nnsight_core, name) is getattr(importlib.import_module(module), name)
+    assert set(nnsight_core.__all__) <= set(dir(nnsight_core))
+    with pytest.raises(AttributeError, match="has no attribute 'kepe'"):
+        nnsight_core.kepe
 
 
 def test_every_error_and_warning_is_exported() -> None:

@@ -30,7 +30,7 @@ from tests.fixtures.server import ENVIRONMENT
 ROOT = Path(__file__).parents[2]
 PROMPT = "The Eiffel Tower is in the city of"
 KEY = "a key of the tests"
-PATIENCE = 300
+PATIENCE = 600
 # The engine is vLLM's own default, so compiled: the image must hold what compiling takes.
 FLAGS = ("--dtype", "float32", "--max-model-len", "256")
 COMPILED = {k: v for k, v in ENVIRONMENT.items() if k != "TORCH_COMPILE_DISABLE"}

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from nnsight_serve.cli import _parser, _settings, serve
+from nnsight_serve.server import _ready
 from nnsight_serve.settings import MAX_BODY
 from nnsight_vllm_worker.vllm_ports import arguments
 
@@ -101,6 +102,33 @@ def test_keys_have_names():
             read("m", "--api-key", "ann:one", "--api-key", wrong)
 
 
+def test_keys_may_come_from_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# who may\n\n ann:first \nbob:se:cond\n")
+    settings = read("m", "--api-keys-file", str(file), "--api-key", "carl:third")
+    assert settings.api_keys == {"carl": "third", "ann": "first", "bob": "se:cond"}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read from"),
+        (b"\xff\xfe", "no UTF-8 text"),
+        (b"ann:first\nsecret\n", "line 2 of"),
+        (b"# nothing\n", "holds no keys"),
+        (b"ann:\n", "neither may be empty"),
+        (b"ann:first\nann:second\n", "two keys have the name 'ann'"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used_is_one_clear_error(tmp_path, capsys, content, says):
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    assert serve(["m", "--api-keys-file", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "secret" not in said and len(said.splitlines()) == 2
+
+
 def test_a_port_that_is_taken_is_said_before_the_engine_is_built(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -113,3 +141,15 @@ def test_a_flag_of_another_vllm_is_an_error(monkeypatch):
     monkeypatch.setattr(arguments.dataclasses, "fields", lambda _: ())
     with pytest.raises(arguments.EngineError, match="its engine does not take"):
         arguments.parse(["m"], ours)
+
+
+def test_the_first_line_says_what_the_policy_means():
+    trusted = _ready(read("m", "--port", "1"), 1)
+    assert (
+        "policy trusted: blocks are code, and whoever reaches this address can run any" in trusted
+    )
+    restricted = _ready(read("m", "--policy", "restricted", "--api-key", "k"), 1)
+    assert (
+        "policy restricted: whoever has a key can run blocks, and these can compute" in restricted
+    )
+    assert "any code" not in restricted

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import nnsight_core
 from nnsight_core import LateWriteError, LocationError, WriteError
-from nnsight_core.run import current_run
+from nnsight_core.current import current_run
 from tests.fixtures.attack import GREEDY, READER, assert_beside, harmless
 
 pytest_plugins = ["tests.fixtures.attack"]

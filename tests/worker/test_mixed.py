@@ -25,7 +25,8 @@ from torch import Tensor
 
 from nnsight_core.backend import Invoke
 from nnsight_core.cache import Cache
-from nnsight_core.tracer import NO_PROMPT, Tracer
+from nnsight_core.prompts import NO_PROMPT
+from nnsight_core.tracer import Tracer
 from nnsight_core.wire.blocks import decode_event
 from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import read_message

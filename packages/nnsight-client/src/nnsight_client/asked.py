@@ -9,8 +9,7 @@ from nnsight_client.encoding import TraceEncoder
 from nnsight_core.backend import Ended, Event, Finished, Invoke, Saved, Went
 from nnsight_core.errors import ProtocolError
 from nnsight_core.kept import KeptValues
-from nnsight_core.tree import ModelTree
-from nnsight_core.wire.blocks import check_block, decode_event, known_errors
+from nnsight_core.wire.blocks import decode_event, known_errors
 from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import AliveMessage, DoneMessage, WentMessage, read_message
 from nnsight_core.wire.went import WentReader
@@ -22,7 +21,7 @@ class Asked:
     Args:
         url: the server's address, for messages.
         tokenizer: gives the model's tokenizer if this process has loaded it.
-        tree: the model's tree if it is known here.
+        check: refuses a block that names what is not there.
         kept: the values that stay on the server's engine.
 
     Attributes:
@@ -40,7 +39,7 @@ class Asked:
         invokes: list[Invoke],
         url: str,
         tokenizer: Callable[[], Any],
-        tree: ModelTree | None,
+        check: Callable[[Invoke], None],
         kept: KeptValues,
     ) -> None:
         self.encoder = TraceEncoder(tokenizer, kept)
@@ -53,7 +52,7 @@ class Asked:
         self._went: dict[int, WentReader] = {}
         for index, invoke in enumerate(invokes):
             try:
-                check_block(invoke, tree)
+                check(invoke)
                 self.encoder.add(invoke)
             except Exception as error:
                 # With one invoke there is nothing that its error could take along.

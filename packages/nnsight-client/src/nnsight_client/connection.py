@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
-import urllib.request
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from nnsight_client.addresses import check_address
 from nnsight_core.errors import ProtocolError
 
 CONNECT = 10.0
@@ -17,21 +20,28 @@ CONNECT = 10.0
 SILENCE = 60.0
 """Seconds in which a server that runs a trace must say something; it says that it is there."""
 
+Trust = bool | str | os.PathLike[str] | ssl.SSLContext
 
-def connect(url: str, api_key: str | None) -> httpx.Client:
+
+def connect(url: str, api_key: str | None, verify: Trust = True) -> httpx.Client:
     """A connection to a server, opened when it is first needed.
 
+    Proxies, and certificates where `verify` is True, are those of the environment, as httpx has it.
+
+    Args:
+        verify: what a server's certificate is checked against: a file or folder of authorities, an
+            `ssl.SSLContext`, or False for nothing at all.
+
     Raises:
-        ValueError: `url` is no address.
+        ValueError: `url` is no address, or there is no such file.
     """
-    settings = _settings(url, api_key)
-    return httpx.Client(**settings, transport=httpx.HTTPTransport(**_way(url)))
+    return httpx.Client(**_settings(url, api_key, verify), event_hooks={"request": [_watch]})
 
 
-def connect_async(url: str, api_key: str | None) -> httpx.AsyncClient:
+def connect_async(url: str, api_key: str | None, verify: Trust = True) -> httpx.AsyncClient:
     """As `connect`, for an event loop."""
-    settings = _settings(url, api_key)
-    return httpx.AsyncClient(**settings, transport=httpx.AsyncHTTPTransport(**_way(url)))
+    hooks = {"request": [_watch_async]}
+    return httpx.AsyncClient(**_settings(url, api_key, verify), event_hooks=hooks)
 
 
 @contextmanager
@@ -65,33 +75,56 @@ def near(url: str) -> bool:
     return httpx.URL(url).host in ("127.0.0.1", "::1", "localhost")
 
 
-def _settings(url: str, api_key: str | None) -> dict[str, Any]:
-    try:
-        address = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"{url!r} is no address of a server: {error}.") from None
-    if address.scheme not in ("http", "https") or not address.host:
-        raise ValueError(
-            f"{url!r} is no address of a server; one looks like http://127.0.0.1:6677."
-        )
-    headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
-    timeout = httpx.Timeout(None, connect=CONNECT, read=SILENCE)
-    return {"base_url": url, "headers": headers, "timeout": timeout}
-
-
-def _way(url: str) -> dict[str, Any]:
-    address = httpx.URL(url)
-    proxies = {} if urllib.request.proxy_bypass(address.host) else urllib.request.getproxies()
+def _settings(url: str, api_key: str | None, verify: Trust) -> dict[str, Any]:
     return {
-        "proxy": proxies.get(address.scheme) or proxies.get("all"),
-        "socket_options": _kept_alive(),
+        "base_url": check_address(url),
+        "headers": {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {},
+        "timeout": httpx.Timeout(None, connect=CONNECT, read=SILENCE),
+        "verify": _trusted(verify),
     }
 
 
-def _kept_alive() -> list[tuple[int, int, int]]:
-    """Where a server may be silent, only probes tell thinking from a machine that is gone."""
-    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-    return options
+def _trusted(verify: Trust) -> bool | ssl.SSLContext:
+    if isinstance(verify, bool | ssl.SSLContext):
+        return verify
+    path = Path(verify)
+    if not path.exists():
+        raise ValueError(f"verify={str(path)!r}: there is no such file or folder.")
+    if path.is_dir():
+        return ssl.create_default_context(capath=str(path))
+    return ssl.create_default_context(cafile=str(path))
+
+
+# Where a server may be silent, only probes tell thinking from a machine that is gone. They are set
+# when a connection is made: a transport of our own, which could be given them, would take the place
+# of those that httpx makes for the proxies and certificates of the environment.
+def _watch(request: httpx.Request) -> None:
+    request.extensions["trace"] = _made
+
+
+async def _watch_async(request: httpx.Request) -> None:
+    request.extensions["trace"] = _made_async
+
+
+def _made(event: str, info: dict[str, Any]) -> None:
+    if event == "connection.connect_tcp.complete":
+        keep_alive(info["return_value"].get_extra_info("socket"))
+
+
+async def _made_async(event: str, info: dict[str, Any]) -> None:
+    _made(event, info)
+
+
+def keep_alive(connected: socket.socket) -> None:
+    """Notice within a minute that the machine at the other end is gone."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    settings = {
+        "TCP_KEEPIDLE": 30,
+        "TCP_KEEPINTVL": 10,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": 60_000,  # of what was sent and nobody has acknowledged
+    }
+    for name, value in settings.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)

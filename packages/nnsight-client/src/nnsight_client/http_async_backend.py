@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import httpx
 from nnsight_client.asked import Asked
 from nnsight_client.connection import connect_async, near, speaking, thinking
 from nnsight_client.http_backend import HttpBackend, check, sendable
+from nnsight_client.patience import sending_async
 from nnsight_client.refusals import error_of, missing_in
 from nnsight_core.async_run import need_loop
 from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
@@ -42,7 +44,7 @@ class HttpAsyncBackend:
         self, invokes: list[Invoke], streams: Callable[[], bool]
     ) -> AsyncGenerator[Event, None]:
         self._client()
-        asked = self.now.asked(invokes)
+        asked = self.now.asked(invokes, later=True)
         asked.encoder.take_along(self.now.held)
         return self._run(asked, streams)
 
@@ -73,10 +75,8 @@ class HttpAsyncBackend:
 
         async def ask() -> httpx.Response:
             content = encoder.install(edit, owner(), held).to_bytes()
-            headers = {"Content-Type": MEDIA_TYPE}
-            return await self._client().post(
-                "/v1/edits", content=content, headers=headers, timeout=thinking()
-            )
+            how = {"headers": {"Content-Type": MEDIA_TYPE}, "timeout": thinking()}
+            return await self._send("POST", "/v1/edits", content=content, **how)
 
         with speaking(self.now.url):
             answer = await ask()
@@ -88,7 +88,7 @@ class HttpAsyncBackend:
     async def clear(self, ids: list[str] | None) -> None:
         params = {} if ids is None else {"id": ids}
         with speaking(self.now.url):
-            answer = await self._client().request("DELETE", "/v1/edits", params=params)
+            answer = await self._send("DELETE", "/v1/edits", params=params)
         if not answer.is_success:
             raise error_of(answer, self.now.url)
         self.now.cleared(ids)
@@ -109,13 +109,20 @@ class HttpAsyncBackend:
         """
         loop = need_loop()
         if self._http is None or self._loop is None or self._loop.is_closed():
-            self._http, self._loop = connect_async(self.now.url, self._api_key), loop
+            self._http = connect_async(self.now.url, self._api_key, self.now.verify)
+            self._loop = loop
         if self._loop is not loop:
             raise EngineError(
                 "This model is in use on another event loop: use it inside one `asyncio.run`, or "
                 "make another model."
             )
         return self._http
+
+    async def _send(self, method: str, path: str, **what: Any) -> httpx.Response:
+        send = partial(self._client().stream, method, path, **what)
+        async with sending_async(send, self.now.retries) as response:
+            await response.aread()
+        return response
 
     async def _frames(self, asked: Asked, about: dict[str, Any]) -> AsyncIterator[Frame]:
         """Ask for a trace; the frames that come back, as they come."""
@@ -124,10 +131,9 @@ class HttpAsyncBackend:
         for _ in range(2):
             parts, headers = sendable(asked.encoder.frame(held, **about), near(url))
             with speaking(url):
-                request = self._client().stream(
-                    "POST", "/v1/trace", content=_pieces(parts), headers=headers
-                )
-                async with request as response:
+                how = {"content": _Pieces(parts), "headers": headers}
+                send = partial(self._client().stream, "POST", "/v1/trace", **how)
+                async with sending_async(send, self.now.retries) as response:
                     if not response.is_success:
                         await response.aread()
                         if missing_in(response) is not None and held & blobs:
@@ -142,6 +148,12 @@ class HttpAsyncBackend:
                     return
 
 
-async def _pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
-    for part in parts:
-        yield part
+class _Pieces:
+    """The pieces of a body, which may be sent more than once."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self._parts:
+            yield part

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 
+from nnsight_client.addresses import check_address
 from nnsight_client.asked import Asked
-from nnsight_client.connection import connect, near, speaking, thinking
+from nnsight_client.connection import Trust, connect, near, speaking, thinking
 from nnsight_client.encoding import TraceEncoder
+from nnsight_client.patience import RETRIES, sending
 from nnsight_client.refusals import error_of, missing_in, no_server, other_version, refusal_in
 from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
-from nnsight_core.errors import NNsightError
+from nnsight_core.errors import LocationError, NNsightError
 from nnsight_core.kept import Kept, KeptValues
 from nnsight_core.sampling import SamplingNames, normalise
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block
-from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader
+from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader, read_frame
+from nnsight_core.wire.tokenizer import LIMIT, files_of
 
 
 class HttpBackend:
@@ -29,8 +33,11 @@ class HttpBackend:
         api_key: the key that it wants, if it wants one.
         tokenizer: gives the model's tokenizer if this process has loaded it.
         tree: gives the model's tree if it is known here.
+        verify: what the server's certificate is checked against; see `connect`.
+        retries: how often what surely has not run is sent anew.
 
     Attributes:
+        url, verify, retries: as given.
         kept: what blocks kept on the server's engine for this process.
         held: contents of large tensors that the server has, as far as is known.
 
@@ -44,13 +51,17 @@ class HttpBackend:
         api_key: str | None = None,
         tokenizer: Callable[[], Any] = lambda: None,
         tree: Callable[[], ModelTree | None] = lambda: None,
+        verify: Trust = True,
+        retries: int = RETRIES,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = check_address(url)
+        self.verify = verify
+        self.retries = retries
         self.kept = KeptValues(self)
         self.held: set[str] = set()
         self._tokenizer = tokenizer
         self._tree = tree
-        self._http = connect(self.url, api_key)
+        self._http = connect(self.url, api_key, verify)
         self._names: SamplingNames | None = None
         # What edits use stays as long as they do.
         self._of_edits: dict[str, list[Kept]] = {}
@@ -73,10 +84,8 @@ class HttpBackend:
 
         def ask(without: set[str]) -> httpx.Response:
             content = encoder.install(edit, owner(), without).to_bytes()
-            headers = {"Content-Type": MEDIA_TYPE}
-            return self._http.post(
-                "/v1/edits", content=content, headers=headers, timeout=thinking()
-            )
+            how = {"headers": {"Content-Type": MEDIA_TYPE}, "timeout": thinking()}
+            return self._send("POST", "/v1/edits", content=content, **how)
 
         with speaking(self.url):
             answer = ask(self.held)
@@ -110,6 +119,23 @@ class HttpBackend:
         self._names = SamplingNames(answer["sampling"])
         return ModelTree.model_validate(answer["tree"])
 
+    def tokenizer(self, known: str | None = None) -> dict[str, bytes] | None:
+        """The files of the server's tokenizer, by name.
+
+        Args:
+            known: the digest of those that are here; if the server has the same, it gives none.
+
+        Raises:
+            NotSupportedError: it has none to hand out.
+        """
+        headers = {"If-None-Match": f'"{known}"'} if known else {}
+        with speaking(self.url):
+            response = self._send("GET", "/v1/tokenizer", headers=headers, timeout=thinking())
+        if response.status_code == 304:
+            return None
+        check(response, self.url)
+        return files_of(read_frame(response.content, LIMIT))
+
     def let_go(self, ids: list[str], why: str) -> None:
         """Let kept values go. See `nnsight_core.kept.Holder`."""
         self._ask("POST", "/v1/kept/free", json={"ids": ids, "why": why})
@@ -130,8 +156,11 @@ class HttpBackend:
 
     # -- shared with the backend for asyncio -------------------------------------------------------
 
-    def asked(self, invokes: list[Invoke]) -> Asked:
+    def asked(self, invokes: list[Invoke], later: bool = False) -> Asked:
         """Some invokes, encoded for this server.
+
+        Args:
+            later: whether what they name is left for the server to check.
 
         Raises:
             TypeError: an unknown sampling argument, if the server has said which it knows.
@@ -141,7 +170,8 @@ class HttpBackend:
                 named = normalise(invoke.sampling)
                 named.pop("lora_request", None)
                 self._names.check(named)
-        return Asked(invokes, self.url, self._tokenizer, self._tree(), self.kept)
+        check = _anything if later else self._check
+        return Asked(invokes, self.url, self._tokenizer, check, self.kept)
 
     def about(self) -> dict[str, Any]:
         """What a trace tells the server besides its invokes."""
@@ -149,7 +179,7 @@ class HttpBackend:
 
     def encoded(self, edit: EditSpec) -> TraceEncoder:
         """The block of an edit, encoded for this server."""
-        check_block(edit.invoke, self._tree())
+        self._check(edit.invoke)
         encoder = TraceEncoder(self._tokenizer, self.kept)
         encoder.block(edit.invoke)
         return encoder
@@ -177,10 +207,24 @@ class HttpBackend:
 
     def _ask(self, method: str, path: str, **what: Any) -> httpx.Response:
         with speaking(self.url):
-            response = self._http.request(method, path, **what)
+            response = self._send(method, path, **what)
         if not response.is_success:
             raise error_of(response, self.url)
         return response
+
+    def _send(self, method: str, path: str, **what: Any) -> httpx.Response:
+        send = partial(self._http.stream, method, path, **what)
+        with sending(send, self.retries, harmless=method == "GET") as response:
+            response.read()
+        return response
+
+    def _check(self, invoke: Invoke) -> None:
+        """Refuse a block that names what is not there."""
+        try:
+            check_block(invoke, self._tree())
+        except LocationError:
+            # What was known may be out of date, or of another server.
+            check_block(invoke, self.describe())
 
     def _frames(self, make: Callable[[set[str]], Frame], blobs: set[str]) -> Iterator[Frame]:
         """Send what is made; the frames that come back, as they come.
@@ -193,10 +237,9 @@ class HttpBackend:
         for _ in range(2):
             parts, headers = sendable(make(self.held), near(self.url))
             with speaking(self.url):
-                request = self._http.stream(
-                    "POST", "/v1/trace", content=iter(parts), headers=headers
-                )
-                with request as response:
+                how = {"content": parts, "headers": headers}
+                send = partial(self._http.stream, "POST", "/v1/trace", **how)
+                with sending(send, self.retries) as response:
                     if not response.is_success:
                         response.read()
                         if missing_in(response) is not None and self.held & blobs:
@@ -208,6 +251,10 @@ class HttpBackend:
                         yield from reader.feed(chunk)
                     reader.end()
                     return
+
+
+def _anything(_: Invoke) -> None:
+    pass
 
 
 def sendable(frame: Frame, near: bool) -> tuple[list[bytes], dict[str, str]]:

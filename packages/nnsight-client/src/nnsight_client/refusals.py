@@ -8,7 +8,7 @@ import httpx
 from pydantic import ValidationError
 
 from nnsight_core.backend import Invoke
-from nnsight_core.errors import ProtocolError
+from nnsight_core.errors import BusyError, ProtocolError
 from nnsight_core.wire.blocks import refusal_of
 from nnsight_core.wire.errors import ErrorRecord, rebuild_error
 from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, read_frame
@@ -21,6 +21,8 @@ def error_of(response: httpx.Response, url: str) -> BaseException:
         details: dict[str, Any] = response.json()["error"]
         error = rebuild_error(ErrorRecord.model_validate(details["record"]), [])
     except (ValueError, TypeError, KeyError, ValidationError):
+        if response.status_code in (429, 503) and "retry-after" in response.headers:
+            return _busy(response, url)
         return no_server(url, f"it answered {response.status_code} {response.reason_phrase}")
     if isinstance(error, ProtocolError):
         versions = details.get("versions")
@@ -28,6 +30,15 @@ def error_of(response: httpx.Response, url: str) -> BaseException:
         return ProtocolError(f"The server at {url} did not understand: {error}{known}")
     error.add_note(f"Refused by the server at {url}.")
     return error
+
+
+def _busy(response: httpx.Response, url: str) -> BusyError:
+    """What stands before a server (a gateway) refuses in its stead."""
+    seconds = response.headers["retry-after"]
+    said = f"{response.status_code} {response.reason_phrase}"
+    # It may be a date as well, which says little to a clock that is set otherwise.
+    after = float(seconds) if seconds.isdecimal() else None
+    return BusyError(f"What listens at {url} takes no more at the moment: {said}.", after)
 
 
 def no_server(url: str, seen: str) -> ProtocolError:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nnsight_client.http_async_backend import HttpAsyncBackend
-from nnsight_client.http_backend import HttpBackend
-from nnsight_core.tree import ModelTree
+from nnsight_client.addresses import check_address
+from nnsight_client.configuration import choose
+
+if TYPE_CHECKING:
+    from nnsight_client.http_async_backend import HttpAsyncBackend
+    from nnsight_client.http_backend import HttpBackend
+    from nnsight_core.tree import ModelTree
 
 
 class Servers:
@@ -18,6 +22,13 @@ class Servers:
         api_key: the key of that server, which no other is shown.
         tokenizer: gives the model's tokenizer if this process has loaded it.
         tree: gives the model's tree if it is known here.
+        **connection: how servers are reached (`verify=`, `retries=`).
+
+    Attributes:
+        url: as given.
+
+    Raises:
+        ValueError: `url` is no address.
     """
 
     def __init__(
@@ -26,13 +37,30 @@ class Servers:
         api_key: str | None,
         tokenizer: Callable[[], Any],
         tree: Callable[[], ModelTree | None],
+        **connection: Any,
     ) -> None:
-        self._url = url
+        self.url = None if url is None else check_address(url)
         self._api_key = api_key
         self._tokenizer = tokenizer
         self._tree = tree
+        self._connection = connection
         self._known: dict[tuple[str, str | None], HttpBackend] = {}
         self._async: dict[tuple[str, str | None], HttpAsyncBackend] = {}
+
+    def chosen(self, arguments: dict[str, Any], mode: str = "sync") -> Any:
+        """The backend that a trace's arguments name, or the model's own; None if there is none.
+
+        Args:
+            arguments: those that name a server are taken out of them.
+            mode: as in `backend`.
+
+        Raises:
+            ValueError: they name two servers, or none that there is.
+        """
+        serve, api_key = arguments.pop("serve", None), arguments.pop("api_key", None)
+        url, api_key = choose(serve, api_key, arguments.pop("remote", False))
+        url = self.url if url is None else url
+        return None if url is None else self.backend(url, api_key, mode)
 
     def backend(
         self, url: str, api_key: str | None = None, mode: str = "sync"
@@ -45,14 +73,19 @@ class Servers:
         Raises:
             ValueError: `url` is no address.
         """
-        if api_key is None and url == self._url:
+        from nnsight_client.http_backend import HttpBackend
+
+        url = check_address(url)
+        if api_key is None and url == self.url:
             api_key = self._api_key
         known = self._known.get((url, api_key))
         if known is None:
-            known = HttpBackend(url, api_key, self._tokenizer, self._tree)
+            known = HttpBackend(url, api_key, self._tokenizer, self._tree, **self._connection)
             self._known[url, api_key] = known
         if mode == "sync":
             return known
+        from nnsight_client.http_async_backend import HttpAsyncBackend
+
         return self._async.setdefault((url, api_key), HttpAsyncBackend(known, api_key))
 
     def close(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from nnsight_core.cache import Cache, open_cache
+from nnsight_core.current import need_run
 from nnsight_core.errors import LocationError, NotSupportedError
 from nnsight_core.loops import ALL_STEPS, ITER, StepChoice, StepLoop
 from nnsight_core.outputs import RESULT_LATER, LateResult
-from nnsight_core.run import need_run
 
 BARRIER = (
     "tracer.barrier is not there: the invokes of a trace are requests of their own, which the "

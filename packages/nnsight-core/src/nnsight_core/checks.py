@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from nnsight_core.errors import LocationError, OutOfOrderError, WriteError
@@ -13,6 +15,21 @@ from nnsight_core.values import describe, dtype_name, leaves
 
 if TYPE_CHECKING:
     from nnsight_core.run import Run
+
+
+def check_tokens(written: Iterable[Tensor], vocabulary: int) -> None:
+    """Refuse sampled tokens that the model does not have, on which it could not go on.
+
+    Raises:
+        WriteError: with the token.
+    """
+    for tensor in written:
+        for token in torch.aminmax(tensor) if tensor.numel() else ():
+            if not 0 <= int(token) < vocabulary:
+                raise WriteError(
+                    f"samples were written with the token {int(token)}; the model's are those from "
+                    f"0 to {vocabulary - 1}."
+                )
 
 
 def check_replacement(location: Location, old: Any, new: Any) -> None:

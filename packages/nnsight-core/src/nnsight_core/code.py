@@ -17,7 +17,8 @@ from types import CodeType
 
 from nnsight_core.errors import CaptureError, NotSupportedError
 from nnsight_core.names import Names, analyse, arguments_of, declared_outside
-from nnsight_core.traceback import first_line
+from nnsight_core.policy import TRUSTED, Policy
+from nnsight_core.traceback import first_line, no_file
 
 SAVE = "__nnsight_save__"
 """The name under which a block's scope holds the function that `x.save()` calls."""
@@ -49,14 +50,24 @@ class Code:
     """Whether a saved tensor may be changed in place later in the block."""
     unseen: bool
     """Whether the block may write in a way that PyTorch does not count (`.data`, NumPy)."""
+    policy: Policy = TRUSTED
+    """What it was compiled under."""
 
 
 @lru_cache(maxsize=1024)
-def compile_block(source: str, filename: str, line: int, function: str, lazy: bool = False) -> Code:
+def compile_block(
+    source: str,
+    filename: str,
+    line: int,
+    function: str,
+    lazy: bool = False,
+    policy: Policy = TRUSTED,
+) -> Code:
     """Compile a block's text.
 
     Raises:
         CaptureError: the text cannot be run as a block, with the line that stands against it.
+        PolicyError: the policy does not allow it.
     """
     # A block is indented, as it stands in the file; a function's text may not be.
     indented = source[:1] in (" ", "\t")
@@ -82,26 +93,32 @@ def compile_block(source: str, filename: str, line: int, function: str, lazy: bo
             )
     _refuse_gradients(body, filename)
     names = analyse(body, lazy)
-    snapshots = any(may_change(node) for statement in body for node in ast.walk(statement))
+    # What is guarded may have been written so as to look harmless.
+    snapshots = policy.guards or any(
+        may_change(node) for statement in body for node in ast.walk(statement)
+    )
     unseen = any(
         isinstance(node, ast.Attribute) and node.attr in _UNSEEN
         for statement in body
         for node in ast.walk(statement)
     )
     module = _Rewrite(names).visit(ast.Module(body=body, type_ignores=[]))
+    module = policy.guard(module, filename)
     ast.fix_missing_locations(module)
     # The code is to begin where the user's function does, and a module begins at line 1, so that it
     # can only be moved there.
-    above = first_line(filename, line, function) - 1
+    above = (line if policy.guards else first_line(filename, line, function)) - 1
     ast.increment_lineno(module, -above)
     try:
         flags = __future__.annotations.compiler_flag if lazy else 0
-        compiled = compile(module, filename, "exec", flags, dont_inherit=True)
+        # What is guarded names any file that it likes, and whoever shows its lines would open it.
+        named = no_file(filename) if policy.guards else filename
+        compiled = compile(module, named, "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         place = f"{filename}:{(error.lineno or 1) + above}"
         raise CaptureError(f"{place}: {error.msg} of the block.") from error
     compiled = _moved(compiled, above).replace(co_name=function, co_qualname=function)
-    return Code(source, filename, line, function, lazy, names, compiled, snapshots, unseen)
+    return Code(source, filename, line, function, lazy, names, compiled, snapshots, unseen, policy)
 
 
 def _refuse_gradients(body: list[ast.stmt], filename: str) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from nnsight_core.backend import AsyncBackend, EditInfo, EditSpec, Invoke
 from nnsight_core.block_tracer import BARRIER
 from nnsight_core.capture import Skip, bind_target
+from nnsight_core.current import current_run
 from nnsight_core.errors import LocationError, NotSupportedError
 from nnsight_core.explain import Explanation, explain, read_invoke, refuse_untapped
-from nnsight_core.run import current_run
 from nnsight_core.tracer import Captured, check_nodes, forget_skip
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@
 NNsightError
 ├── CaptureError (SyntaxError)          the body of a `with` block cannot be had
 ├── EncodeError (TypeError)             a value that cannot be shipped
+│   └── SaveLimitError                  more is saved than a request may bring home
 ├── LocationError (AttributeError)      no such location, or not reachable from here
 │   ├── NotATapError                    not declared as a tap where only taps are allowed
 │   └── OutOfOrderError                 the forward pass has already gone past it
@@ -16,6 +17,7 @@ NNsightError
 ├── KeptError (LookupError)             a kept value that is not where it is asked for
 ├── KeepLimitError (MemoryError)        a value for which there is no room to be kept
 ├── PolicyError (PermissionError)       the receiver does not allow it
+├── BusyError (ConnectionError)         a server that takes no more at the moment
 ├── ProtocolError (ConnectionError)     a peer that speaks otherwise, or stopped speaking
 └── EngineError (RuntimeError)          the engine cannot be built
     └── EngineDeadError                 the engine ended while it was needed
@@ -40,6 +42,10 @@ class CaptureError(NNsightError, SyntaxError):
 
 class EncodeError(NNsightError, TypeError):
     """A value cannot be shipped; the message names it and says what can be done."""
+
+
+class SaveLimitError(EncodeError):
+    """A block saves more than one request may bring home."""
 
 
 class LocationError(NNsightError, AttributeError):
@@ -88,6 +94,18 @@ class KeepLimitError(NNsightError, MemoryError):
 
 class PolicyError(NNsightError, PermissionError):
     """The receiver's policy does not allow what was asked for."""
+
+
+class BusyError(NNsightError, ConnectionError):
+    """A server takes no more at the moment: there is too much in it, or it is shutting down.
+
+    Attributes:
+        retry_after: after how many seconds it may be asked again, if that can be said.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ProtocolError(NNsightError, ConnectionError):

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nnsight_core.checks import check_order, check_replacement, unseen_write
+from torch import Tensor
+
+from nnsight_core.checks import check_order, check_replacement, check_tokens, unseen_write
 from nnsight_core.errors import LocationError, NotATapError, WriteError
-from nnsight_core.locations import STEP, Location, Phase
+from nnsight_core.locations import SAMPLES, STEP, Location, Phase
 from nnsight_core.run import Run
 from nnsight_core.visit import Rows, Visit, outside_inference
 
@@ -47,6 +49,7 @@ class Interleaver:
         reachable: the locations that this forward pass can reach; None for every one.
         values: what each location of the pass holds, in forward order, if the pass is over and
             nothing can be changed in it any more. Runs then need not wait for anything.
+        vocabulary: how many tokens the model has, where none but these may be written as samples.
     """
 
     def __init__(self, rows: Rows, on_end: Callable[[Run], None]) -> None:
@@ -61,6 +64,7 @@ class Interleaver:
         self.phase = Phase.OVER
         self.reachable: Collection[Location] | None = None
         self.values: Mapping[Location, Any] | None = None
+        self.vocabulary: int | None = None
         self._numbers: dict[Location, int] = {}
 
     # -- a step, in the order of its calls -------------------------------------------------------
@@ -225,7 +229,7 @@ class Interleaver:
                 changed = visit.written(run.value)
                 run.close()
             if changed:
-                self._may_write(run, location)
+                self._may_write(run, location, changed)
             if changed and (location.side == "input" or visit.of_model(changed)):
                 if self.reachable is not None:
                     raise WriteError(
@@ -252,16 +256,18 @@ class Interleaver:
             with outside_inference():
                 visit = Visit(self.rows, run, location, value)
             check_replacement(location, visit.value, replacement)
-            self._may_write(run, location)
+            self._may_write(run, location, {})
             changed = visit.written(replacement)
             visit.put_back(changed)
             self.rows.wrote(run, location, changed)
         except Exception as error:
             self._fail(run, error)
 
-    def _may_write(self, run: Run, location: Location) -> None:
+    def _may_write(self, run: Run, location: Location, changed: dict[int, Tensor]) -> None:
         if run.reader and location.phase == Phase.FORWARD:
             raise unseen_write(location)
+        if location is SAMPLES and self.vocabulary is not None:
+            check_tokens(changed.values(), self.vocabulary)
 
     def _go_on(self, run: Run, error: BaseException | None = None) -> None:
         with outside_inference():

@@ -12,12 +12,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from nnsight_core.errors import KeptError, LocationError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Kept:
@@ -304,5 +304,6 @@ def stand_in(handle: Kept) -> Any:
     """
     if handle.shape is None or handle.dtype is None:
         return Kept(handle.id, handle.what, handle.bytes)
-    blank: Tensor = torch.zeros((), dtype=handle.dtype).expand(handle.shape)
-    return blank
+    import torch
+
+    return torch.zeros((), dtype=handle.dtype).expand(handle.shape)

@@ -11,10 +11,13 @@ import itertools
 import operator
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nnsight_core.current import need_run
 from nnsight_core.errors import LoopOverrunWarning, NotSupportedError, StepError
-from nnsight_core.run import Run, need_run
+
+if TYPE_CHECKING:
+    from nnsight_core.run import Run
 
 
 class StepChoice:

@@ -1,22 +1,28 @@
-"""A model as users hold it: the tree, and the ways to run something on it."""
+"""A model as users hold it: the tree, and the ways to run something on it.
+
+What runs something needs PyTorch, which takes seconds to import. A script that only makes a model
+is not to wait for that, so the methods that run something import what does.
+"""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from nnsight_core.async_run import AsyncRun
-from nnsight_core.backend import AsyncBackend, Backend, EditBackend, EditInfo, Invoke
-from nnsight_core.edits import EditContext, check_edit
 from nnsight_core.errors import EngineError, LocationError, NotSupportedError
-from nnsight_core.explain import Explanation, Read, explain, read_invoke, refuse_untapped
-from nnsight_core.kept import KeptValues
 from nnsight_core.node import Places, Root
-from nnsight_core.outcome import reraise
-from nnsight_core.outputs import RequestOutput
-from nnsight_core.progress import Bar
-from nnsight_core.tracer import NO_PROMPT, Tracer, check_edits
-from nnsight_core.tree import ModelTree
+from nnsight_core.prompts import NO_PROMPT, prompts_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from nnsight_core.async_run import AsyncRun
+    from nnsight_core.backend import AsyncBackend, Backend, EditInfo, Invoke
+    from nnsight_core.explain import Explanation, Read
+    from nnsight_core.kept import KeptValues
+    from nnsight_core.outputs import RequestOutput
+    from nnsight_core.tracer import Tracer
+    from nnsight_core.tree import ModelTree
 
 _NOT_YET = ("std",)
 _INSTEAD = {
@@ -51,6 +57,7 @@ class Model(Root):
         fn: Any = None,
         only_taps: bool = False,
         edits: list[str] | None = None,
+        progress: bool = False,
         **sampling: Any,
     ) -> Tracer:
         """Run the body of a `with` statement inside the model's forward pass.
@@ -66,6 +73,7 @@ class Model(Root):
             only_taps: refuse blocks that would run a step eagerly, before anything runs.
             edits: names of the installed edits that run besides; None for all of them. Edits
                 without a name always run.
+            progress: show a bar that counts the prompts which have finished.
             **sampling: sampling arguments (`temperature`, `max_tokens`, ...) for every prompt.
 
         Raises:
@@ -77,8 +85,12 @@ class Model(Root):
             >>> with model.trace("The Eiffel Tower is in the city of", max_tokens=1) as tracer:
             ...     hidden = model.transformer.h[6].output.save()
         """
+        from nnsight_core.backend import Invoke
+        from nnsight_core.outcome import reraise
+        from nnsight_core.tracer import Tracer
+
         backend = self._backend_for(sampling)
-        tracer = Tracer(self, backend, prompt, sampling, only_taps, edits)
+        tracer = Tracer(self, backend, prompt, sampling, only_taps, edits, progress)
         if fn is not None:
             if prompt is NO_PROMPT:
                 raise ValueError("A trace with `fn=` needs a prompt.")
@@ -119,6 +131,8 @@ class Model(Root):
             ...     for step in tracer.all():
             ...         model.transformer.h[6].output[:] += vector
         """
+        from nnsight_core.edits import EditContext, check_edit
+
         check_edit(name, share, ttl, inplace)
         backend = self._edit_backend(where)
         if where:
@@ -134,19 +148,21 @@ class Model(Root):
     def clear_edits(self) -> None:
         """Clear all edits; requests that have begun with them end with them."""
         backend = self._edit_backend({})
-        if isinstance(backend, AsyncBackend):
+        if _is_async(backend):
             raise NotSupportedError("This model is in mode='async': `await model.aclear_edits()`.")
         backend.clear(None)
 
     async def aclear_edits(self) -> None:
         """As `clear_edits`, for a model in `mode="async"`."""
         backend = self._edit_backend({})
-        if isinstance(backend, AsyncBackend):
+        if _is_async(backend):
             await backend.clear(None)
         else:
             backend.clear(None)
 
     def _edit_backend(self, where: dict[str, Any]) -> Any:
+        from nnsight_core.backend import AsyncBackend, EditBackend
+
         backend = self._backend_for(where)
         if not isinstance(backend, EditBackend | AsyncBackend):
             raise NotSupportedError(
@@ -186,11 +202,15 @@ class Model(Root):
             ...     hidden = model.transformer.h[3].output.save()
             >>> print(model.explain(tracer))
         """
+        from nnsight_core.explain import explain
+
         found = [explain(text, self.tree) for text in tracer._texts]
         return found[0] if len(found) == 1 else found
 
     def _read(self, invokes: list[Invoke], backend: Any, only_taps: bool) -> list[Read | None]:
         """The texts of the invokes' blocks, refused if they leave the taps and must not."""
+        from nnsight_core.explain import read_invoke, refuse_untapped
+
         known: dict[Any, Read | None] = {}
         texts: list[Read | None] = []
         for invoke in invokes:
@@ -200,17 +220,19 @@ class Model(Root):
             texts.append(known[sign])
         if only_taps:
             tree = self._places.tree
-            if tree is None or tree.provisional or backend is not self._backend_for({}):
+            elsewhere = not self._places.sure or backend is not self._backend_for({})
+            if tree is None or tree.provisional or elsewhere:
                 tree = self._described(backend)  # only an engine that runs knows its taps
             refuse_untapped(texts, tree)
         return texts
 
     def close(self) -> None:
         """End the engine, if this model started one."""
-        if isinstance(self._backend, AsyncBackend):
+        if self._backend is None:
+            return
+        if _is_async(self._backend):
             raise NotSupportedError("This model is in mode='async': `await model.aclose()`.")
-        if self._backend is not None:
-            self._backend.close()
+        self._backend.close()
 
     def generate(self, prompts: Any, *, use_tqdm: bool | None = None, **sampling: Any) -> Any:
         """Plain generation, for one prompt or a list of them; the installed edits run in it.
@@ -277,6 +299,11 @@ class Model(Root):
         self, backend: Any, prompts: Any, sampling: dict[str, Any], use_tqdm: bool | None
     ) -> Any:
         """Plain generation through a backend: invokes without blocks."""
+        from nnsight_core.backend import Invoke
+        from nnsight_core.outcome import reraise
+        from nnsight_core.progress import Bar
+        from nnsight_core.tracer import Tracer, check_edits
+
         edits = check_edits(sampling.pop("edits", None), backend)
         tracer = Tracer(self, backend, NO_PROMPT, sampling)
         tracer._invokes = [Invoke(p, sampling, edits=edits) for p in prompts_of(prompts)]
@@ -284,7 +311,7 @@ class Model(Root):
             use_tqdm = len(tracer._invokes) > 1
         tracer._bar = Bar(len(tracer._invokes)) if use_tqdm else None
         reraise(tracer._run())
-        if isinstance(backend, AsyncBackend):
+        if _is_async(backend):
             return _outputs_of(tracer, tracer.backend.whole())
         return [output for output in tracer.outputs if output is not None]
 
@@ -294,7 +321,7 @@ class Model(Root):
         Raises:
             NotSupportedError: it has to be awaited, and nothing has run yet.
         """
-        if isinstance(backend, AsyncBackend):
+        if _is_async(backend):
             raise NotSupportedError(
                 "Which locations there are is known once the engine runs, in mode='async' after "
                 "the first trace or generation was awaited."
@@ -343,7 +370,7 @@ async def _outputs_of(tracer: Tracer, run: AsyncRun) -> list[RequestOutput]:
     return [output for output in tracer.outputs if output is not None]
 
 
-def prompts_of(prompts: Any) -> list[Any]:
-    """The prompts of a generation: those of a list, or the one that was given (token ids are)."""
-    several = isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts)
-    return prompts if several else [prompts]
+def _is_async(backend: Any) -> TypeIs[AsyncBackend]:
+    from nnsight_core.backend import AsyncBackend
+
+    return isinstance(backend, AsyncBackend)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
+from nnsight_core.current import current_run, need_run
 from nnsight_core.errors import LocationError, WriteError
 from nnsight_core.locations import LOGITS, SAMPLES, Location
-from nnsight_core.run import current_run, need_run
-from nnsight_core.tree import ModelTree
-from nnsight_core.values import map_tensors
+
+# A model is held, and its tree looked at, by processes that never load PyTorch. What a block does
+# with the modules themselves imports it.
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nnsight_core.tree import ModelTree
 
 SIDES = ("output", "input", "inputs", "source")
 
@@ -31,7 +34,10 @@ class Places:
         modules: the modules by path, where the tree belongs to a model that is loaded here.
         locations: the locations by name, made when first asked for.
         prepare: called before an operation inside a module's forward is asked for.
-        learn: gives the tree where it is not known and something needs it.
+        learn: gives the tree where it is not known, or in doubt, and something needs it.
+        recall: gives the tree that was known earlier, which may be in doubt; asked once.
+        sure: whether the tree is the engine's own. No name is refused, and nothing counted, by
+            one that is in doubt while the engine can be asked.
     """
 
     def __init__(
@@ -44,8 +50,24 @@ class Places:
         self.modules = modules or {}
         self.prepare = prepare
         self.learn: Callable[[], ModelTree] | None = None
+        self.recall: Callable[[], ModelTree | None] | None = None
+        self.sure = True
         self.locations: dict[tuple[str, str], Location] = {}
         self.nodes: dict[str, Node] = {}
+
+    def has(self, path: str) -> bool:
+        """Whether there may be a module at a path."""
+        if self.tree is None and self.recall is not None:
+            self.recall, recall = None, self.recall
+            self.tree = recall()
+        if self.tree is None or path in self.tree.modules:
+            return True
+        if self.sure or self.learn is None:
+            return False
+        self.tree = self.learn()
+        # A tree that no engine has ever confirmed lacks names that there are.
+        doubted = self.tree.provisional and not self.sure
+        return doubted or path in self.tree.modules
 
     def location(self, path: str, side: str) -> Location:
         """The one `Location` object of a path and side.
@@ -77,7 +99,8 @@ class Places:
         """
         found = self.nodes.get(path)
         if found is None:
-            if self.tree is not None and path not in self.tree.modules:
+            if not self.has(path):
+                assert self.tree is not None
                 raise LocationError(no_such(self.tree, path))
             found = self.nodes[path] = Node(self, path)
         return found
@@ -139,11 +162,15 @@ class Node:
     def _child(self, name: str) -> Any:
         places = self._places
         path = f"{self._path}.{name}" if self._path else name
-        if places.tree is None or path in places.tree.modules:
+        if places.has(path):
             child = self._children[name] = places.node(path)
             return child
         module = places.modules.get(self._path)
         if module is not None:
+            from torch import nn
+
+            from nnsight_core.values import map_tensors
+
             run = current_run()
             if run is not None and name in vars(nn.Module):
                 raise LocationError(
@@ -156,6 +183,7 @@ class Node:
                 pass
             else:
                 return value if run is None else map_tensors(value, partial(run.lend, path))
+        assert places.tree is not None
         raise LocationError(no_such(places.tree, path))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -192,6 +220,10 @@ class Node:
         module = self._places.modules.get(self._path)
         if module is None:
             raise LocationError(f"{self._path} is not loaded here, so it cannot be called.")
+        from torch import Tensor
+
+        from nnsight_core.values import map_tensors
+
         # Kernels may write into their arguments without telling PyTorch, which would look like
         # values that nobody changed.
         args, kwargs = map_tensors((args, kwargs), Tensor.clone)
@@ -226,7 +258,8 @@ class Node:
 
     def __dir__(self) -> list[str]:
         tree = self._places.tree
-        children = list(tree.modules[self._path].children) if tree else []
+        info = tree.modules.get(self._path) if tree else None
+        children = list(info.children) if info else []
         return [*SIDES, "skip", *children]
 
     def __repr__(self) -> str:
@@ -234,13 +267,14 @@ class Node:
 
     def _numbered(self, needed: bool = True) -> tuple[str, ...] | None:
         places = self._places
-        if places.tree is None and needed and places.learn is not None:
+        if needed and places.learn is not None and (places.tree is None or not places.sure):
             places.tree = places.learn()
-        if places.tree is None:
+        if places.tree is None or not (needed or places.sure):
             return None
-        if self._path not in places.tree.modules:
+        if not places.has(self._path):
             raise LocationError(no_such(places.tree, self._path))
-        return places.tree.modules[self._path].children
+        info = places.tree.modules.get(self._path)
+        return info.children if info is not None else None
 
 
 class Source:
@@ -259,7 +293,7 @@ class Source:
         if name.startswith("__"):
             raise AttributeError(name)
         known = self._names()
-        if known is not None and name not in known:
+        if known is not None and name not in known and self._places.sure:
             raise LocationError(
                 f"The forward of {self._path} has no operation {name!r}. It has: "
                 f"{', '.join(known)}."
@@ -272,8 +306,10 @@ class Source:
         tree = self._places.tree
         if tree is None or ".source." in self._path:
             return None  # what an operation calls is found out when it runs
-        info = tree.modules[self._path]
-        if info.operations is None and not tree.provisional:
+        info = tree.modules.get(self._path)
+        if info is None:
+            return None
+        if info.operations is None and not tree.provisional and self._places.sure:
             raise LocationError(f"The source of {self._path} ({info.cls}) cannot be had.")
         return info.operations
 

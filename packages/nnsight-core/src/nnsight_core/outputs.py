@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
+from nnsight_core.current import need_run
 from nnsight_core.locations import RESULT
-from nnsight_core.run import need_run
 from nnsight_core.sparse import Sparse
 
 STOPPED = "tracer.stop"

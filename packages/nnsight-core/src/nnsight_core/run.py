@@ -15,11 +15,12 @@ from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent
 from torch import Tensor
 
 from nnsight_core.checks import check_replacement
 from nnsight_core.code import KEEP, SAVE, Code
+from nnsight_core.current import Worker, current_run, need_run
 from nnsight_core.errors import (
     BlockTimeout,
     LocationError,
@@ -49,14 +50,12 @@ class Stopped(BaseException):
     """Leaves a block that has called `tracer.stop()`."""
 
 
-class _Worker(greenlet):
+class _Worker(Worker):
     """A greenlet that executes runs, one after the other.
 
     Starting a greenlet costs several times what most runs do, so that one which has finished a run
     waits for the next; see `Run.resume`.
     """
-
-    executing: Run | None = None
 
     def run(self, *_: Any) -> None:  # type: ignore[override]
         behind_wall(self._work)
@@ -410,28 +409,6 @@ def _idle_worker() -> _Worker:
         if not worker.dead:
             return worker
     return _Worker()
-
-
-def current_run() -> Run | None:
-    """The run whose block is executing, if one is."""
-    here = getcurrent()
-    return here.executing if isinstance(here, _Worker) else None
-
-
-def need_run(what: str, side: str = "") -> Run:
-    """The run whose block is executing.
-
-    Raises:
-        LocationError: no block is executing here.
-    """
-    run = current_run()
-    if run is None:
-        name = f"{what}.{side}" if side else what
-        raise LocationError(
-            f"{name} has a value only inside a block: `with model.trace(prompt): ...` (with "
-            "several prompts, inside `with tracer.invoke(prompt): ...`)."
-        )
-    return run
 
 
 def save(value: Any) -> Any:

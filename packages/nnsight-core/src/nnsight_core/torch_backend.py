@@ -25,10 +25,11 @@ from nnsight_core.kept import KeptValues, handles_in, with_handles
 from nnsight_core.locations import LOGITS, RESULT, SAMPLES, Location, Phase
 from nnsight_core.model import Model
 from nnsight_core.outputs import STOPPED, CompletionOutput, RequestOutput
+from nnsight_core.prompts import NO_PROMPT
 from nnsight_core.run import Run
 from nnsight_core.sampling import SamplingNames, normalise
 from nnsight_core.scope import ended, run_of
-from nnsight_core.tracer import NO_PROMPT, Tracer
+from nnsight_core.tracer import Tracer
 from nnsight_core.tree import ModelTree
 from nnsight_core.values import flat, map_tensors
 from nnsight_core.watch import Watch, bare_tree

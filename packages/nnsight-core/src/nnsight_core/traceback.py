@@ -8,7 +8,21 @@ from types import CodeType, FrameType, TracebackType
 
 CALL = "<nnsight fn=>"
 """The file that the call of a function given as `fn=` seems to stand in."""
-_OURS = ("nnsight_core", "nnsight_vllm_worker")
+_OURS = ("nnsight_core", "nnsight_vllm_worker", "nnsight_serve")
+
+
+def no_file(filename: str) -> str:
+    """A user's file as the name of code here, under which no file of this machine is found."""
+    return f"<{_ELSEWHERE}{filename}>"
+
+
+def users_file(filename: str) -> str:
+    """The user's file that code here is named by."""
+    ours = filename.startswith(f"<{_ELSEWHERE}")
+    return filename[len(_ELSEWHERE) + 1 : -1] if ours else filename
+
+
+_ELSEWHERE = "of the user: "
 
 
 def user_traceback(traceback: TracebackType | None, block: CodeType) -> TracebackType | None:
@@ -26,7 +40,7 @@ def user_traceback(traceback: TracebackType | None, block: CodeType) -> Tracebac
     if last is None or found is None:
         return None
     last.tb_next = None
-    if block.co_filename == CALL and found.tb_next is not None:
+    if users_file(block.co_filename) == CALL and found.tb_next is not None:
         return found.tb_next  # the call of a function given as `fn=` is no line of the user's
     return found
 

@@ -11,6 +11,7 @@ from nnsight_core.async_run import AsyncRun, Home
 from nnsight_core.backend import AsyncBackend, Backend, EditBackend, Invoke
 from nnsight_core.block_tracer import BARRIER
 from nnsight_core.capture import Block, Skip, Skipped, bind_target, capture, push
+from nnsight_core.current import current_run
 from nnsight_core.errors import (
     EngineDeadError,
     LocationError,
@@ -29,14 +30,12 @@ from nnsight_core.outcome import (
 )
 from nnsight_core.outputs import RequestOutput
 from nnsight_core.progress import Bar
-from nnsight_core.run import current_run
+from nnsight_core.prompts import NO_PROMPT
 from nnsight_core.sampling import merge
 from nnsight_core.shared import close_shared, open_shared
 
 if TYPE_CHECKING:
     from nnsight_core.model import Model
-
-NO_PROMPT: Any = object()
 
 
 class Captured:
@@ -80,9 +79,11 @@ class Tracer(Captured):
         sampling: dict[str, Any],
         only_taps: bool = False,
         edits: list[str] | None = None,
+        progress: bool = False,
     ) -> None:
         super().__init__()
         self._model = model
+        self._progress = progress
         self._only_taps = only_taps
         self._edits = check_edits(edits, backend)
         self._texts: list[Any] = []
@@ -213,6 +214,8 @@ class Tracer(Captured):
         invokes, frames = self._invokes, self._frames
         try:
             self._texts = self._model._read(invokes, self._backend, self._only_taps)
+            if self._progress:
+                self._bar = Bar(len(invokes))
             if isinstance(self._backend, AsyncBackend):
                 frame = frames[0] if frames else None
                 home = _home_of(weakref.ref(self))

@@ -38,9 +38,14 @@ def keep_tree(tree: ModelTree, model: str, engine: str, arguments: Mapping[str, 
 
 
 def _file(model: str, engine: str, arguments: Mapping[str, Any]) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     config = Path(model) / "config.json"
     identity = config.read_bytes() if config.is_file() else b""
     said = f"{model}\0{engine}\0{sorted((k, repr(v)) for k, v in arguments.items())}\0".encode()
     name = hashlib.blake2b(said + identity, digest_size=16).hexdigest()
-    return Path(home) / "nnsight" / "trees" / f"{name}.json"
+    return cache_folder("trees") / f"{name}.json"
+
+
+def cache_folder(what: str) -> Path:
+    """Where things of one kind are kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "nnsight" / what

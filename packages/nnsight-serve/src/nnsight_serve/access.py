@@ -5,13 +5,21 @@ from __future__ import annotations
 import hmac
 from typing import Annotated
 
-from fastapi import Header, Request
+from fastapi import Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from nnsight_core.errors import PolicyError
 from nnsight_serve.refusals import Refused
 
+_described = HTTPBearer(
+    auto_error=False, description="A key of the server; any or none where it has no keys."
+)
 
-def check_key(request: Request, authorization: Annotated[str, Header()] = "") -> None:
+
+def check_key(
+    request: Request,
+    _: Annotated[HTTPAuthorizationCredentials | None, Security(_described)],
+) -> None:
     """Let in who sends one of the server's keys; whose it is stays in `request.state.caller`.
 
     Raises:
@@ -21,7 +29,8 @@ def check_key(request: Request, authorization: Annotated[str, Header()] = "") ->
     request.state.caller = ""
     if not keys:
         return
-    scheme, _, given = authorization.partition(" ")
+    authorization = request.headers.get("authorization", "")
+    scheme, _space, given = authorization.partition(" ")
     # A header arrives as Latin-1, whatever its bytes mean.
     sent = given.strip().encode("latin-1")
     # Every key is compared, so that how long it takes tells nothing.
@@ -29,4 +38,4 @@ def check_key(request: Request, authorization: Annotated[str, Header()] = "") ->
     if scheme.lower() != "bearer" or not whose:
         seen = "The key is wrong" if authorization else "A key is needed"
         raise Refused(401, PolicyError(f"{seen}: this server takes `Authorization: Bearer KEY`."))
-    request.state.caller = whose[0]
+    request.state.caller = request.state.account.caller = whose[0]

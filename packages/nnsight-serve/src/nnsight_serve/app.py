@@ -7,7 +7,13 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from nnsight_serve.accounts import Accounts
 from nnsight_serve.handles import Handles
+from nnsight_serve.limits import Limits
+from nnsight_serve.metrics import EngineMetrics, Metrics
+from nnsight_serve.openai import arguments_of, openai_app
+from nnsight_serve.policy import POLICIES
+from nnsight_serve.pulse import Pulse
 from nnsight_serve.refusals import Refused, answer
 from nnsight_serve.routes import keyed_routes, open_routes
 from nnsight_serve.settings import Settings
@@ -25,9 +31,13 @@ def create_app(settings: Settings) -> FastAPI:
         >>> uvicorn.run(create_app(Settings("openai-community/gpt2")), port=6677)
     """
 
+    limits = Limits(settings.max_concurrent, settings.max_requests)
+    metrics = Metrics()
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
+            arguments = arguments_of(settings)
             engine = await AsyncEngine.start(
                 settings.model,
                 settings.engine,
@@ -35,19 +45,28 @@ def create_app(settings: Settings) -> FastAPI:
                 block_timeout=settings.block_timeout,
                 keep_bytes=settings.keep_bytes,
                 keep_seconds=settings.keep_seconds,
+                policy=POLICIES[settings.policy][1],
+                max_saves=settings.max_saves,
             )
         except Exception as error:
             app.state.failure = error
             raise
         app.state.engine = engine
+        app.state.pulse = Pulse(engine)
+        metrics.registry.register(EngineMetrics(engine, app.state.pulse, limits))
         try:
+            app.state.openai = await openai_app(engine, arguments)
             yield
         finally:
+            app.state.pulse.stop()
             await engine.close()
 
     app = FastAPI(title="nnsight-serve", lifespan=lifespan)
     app.state.settings = settings
     app.state.failure = None
+    app.state.limits = limits
+    app.state.metrics = metrics
+    app.add_middleware(Accounts, limits=limits, metrics=metrics)
     app.state.uploads = Uploads(settings.max_uploads)
     app.state.handles = Handles(settings.keep_seconds)
     app.include_router(open_routes)

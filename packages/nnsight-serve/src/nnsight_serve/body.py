@@ -7,10 +7,16 @@ from contextlib import contextmanager
 
 from fastapi import Request
 
-from nnsight_core.errors import ProtocolError
-from nnsight_core.wire.frames import VERSION, Frame, FrameReader, FrameTooLarge
+from nnsight_core.errors import CaptureError, NotSupportedError, PolicyError, ProtocolError
+from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader, FrameTooLarge
 from nnsight_serve.refusals import Refused
 from nnsight_serve.uploads import Missing
+
+_FRAMES = {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+BODY = {**_FRAMES, "required": True, "description": "One frame of the nnsight protocol."}
+"""A body of frames, as the description of a route has it."""
+ANSWERED = {**_FRAMES, "description": "Frames of the nnsight protocol, as they are made."}
+"""An answer of frames, as the description of a route has it."""
 
 
 async def read_frame(request: Request, limit: int) -> Frame:
@@ -45,7 +51,8 @@ def decoded() -> Iterator[None]:
     """What is wrong with what a frame says is a refusal.
 
     Raises:
-        Refused: it is not well formed, names contents that are not here, or cannot be meant.
+        Refused: it is not well formed, names contents that are not here, cannot be meant, or is
+            not allowed.
     """
     try:
         yield
@@ -53,7 +60,9 @@ def decoded() -> Iterator[None]:
         raise Refused(409, error, missing=error.digests) from None
     except ProtocolError as error:
         raise malformed(error) from None
-    except TypeError as error:
+    except PolicyError as error:
+        raise Refused(403, error) from None
+    except (CaptureError, NotSupportedError, TypeError) as error:
         raise Refused(400, error) from None
 
 

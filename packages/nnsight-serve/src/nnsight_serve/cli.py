@@ -9,27 +9,27 @@ import socket
 import sys
 from typing import Any
 
-import uvicorn
-
 from nnsight_core.keeps import LIMIT, SECONDS
-from nnsight_core.wire.frames import VERSION
 from nnsight_serve.app import create_app
+from nnsight_serve.logs import configure
+from nnsight_serve.server import Server
 from nnsight_serve.settings import (
     API_KEY,
+    GRACE,
     HOST,
     MAX_BODY,
+    MAX_REQUESTS,
     MAX_SAVES,
     MAX_UPLOADS,
     PORT,
     Settings,
     key_of_environment,
     keys_of,
+    keys_of_file,
 )
 from nnsight_vllm_worker.engine import BLOCK_TIMEOUT
 from nnsight_vllm_worker.vllm_ports import arguments
 
-GRACE = 10
-"""Seconds that running traces get when the server is told to end."""
 USAGE_ERROR = 2
 
 
@@ -48,7 +48,7 @@ def serve(command: list[str]) -> int:
     asked = next((part for part in command if part in ("-h", "--help") or _about(part)), None)
     if asked is not None:
         print(ours.format_help(), flush=True)
-        print("Every engine flag of vLLM is taken too, in vLLM's own spelling.\n", flush=True)
+        print("vLLM's flags of its engine and its OpenAI routes are taken too:\n", flush=True)
         print(arguments.engine_help(_about(asked)))
         return 0
     try:
@@ -65,62 +65,47 @@ def serve(command: list[str]) -> int:
         # uvicorn ends gracefully on these, then raises them again for whoever was there before it.
         signal.signal(number, lambda *_: None)
     app = create_app(settings)
-    config = uvicorn.Config(
-        app,
-        settings.host,
-        settings.port,
-        log_level="warning",
-        timeout_graceful_shutdown=GRACE,
-    )
+    configure(settings.log_format)
+    server = Server(app, settings, lambda line: print(line, flush=True))
     try:
-        _Server(config, settings).run()
+        server.run()
     except SystemExit:
+        if server.stopped:
+            return 0
         # What stands last is what people read.
         print(f"nnsight-serve: {app.state.failure or 'could not start'}", file=sys.stderr)
         return 1
     return 0
 
 
-class _Server(uvicorn.Server):
-    """A server that says when it is ready."""
-
-    def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
-        super().__init__(config)
-        self._settings = settings
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            port = self.servers[0].sockets[0].getsockname()[1]
-            print(_ready(self._settings, port), flush=True)
-
-
-def _ready(settings: Settings, port: int) -> str:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    who = "whoever has a key" if settings.api_keys else "whoever reaches this address"
-    return (
-        f"nnsight-serve: http://{host}:{port} serves {settings.model} (protocol {VERSION}; policy "
-        f"trusted: blocks are code, and {who} can run any code here)"
-    )
-
-
 def _settings(command: list[str], ours: argparse.ArgumentParser) -> Settings:
-    found, engine = arguments.parse(command, ours)
+    found, engine, routes = arguments.parse(command, ours)
     return Settings(
         model=found.model,
         engine={**engine, **({"taps": found.tap} if found.tap else {})},
+        openai=routes,
         host=found.host,
         port=found.port,
-        api_keys=keys_of(found.api_key or []) or key_of_environment(),
+        api_keys=_keys(found),
         policy=found.policy,
         max_body=found.max_body,
         max_uploads=found.max_uploads,
         max_saves=found.max_saves,
         max_concurrent=found.max_concurrent,
+        max_requests=found.max_requests,
         block_timeout=found.block_timeout,
         keep_bytes=found.keep_bytes,
         keep_seconds=found.keep_seconds,
+        grace=found.grace,
+        log_format=found.log_format,
     )
+
+
+def _keys(found: argparse.Namespace) -> dict[str, str]:
+    given = list(found.api_key or [])
+    if found.api_keys_file is not None:
+        given += keys_of_file(found.api_keys_file)
+    return keys_of(given) or key_of_environment()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,6 +125,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="[NAME:]KEY",
         action="append",
         help=f"key that clients must send; may be repeated (or set {API_KEY} to one)",
+    )
+    add(
+        "--api-keys-file",
+        metavar="FILE",
+        help="file with a NAME:KEY in each line, besides empty ones and # comments",
     )
     add(
         "--tap",
@@ -181,6 +171,14 @@ def _parser() -> argparse.ArgumentParser:
         help="how many requests of one key may be in the engine at once (any number)",
     )
     add(
+        "--max-requests",
+        metavar="N",
+        type=int,
+        default=MAX_REQUESTS,
+        help="how many requests of all keys may be in the engine, waiting ones included "
+        "(%(default)s)",
+    )
+    add(
         "--block-timeout",
         metavar="SECONDS",
         type=float,
@@ -200,6 +198,19 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=SECONDS,
         help="how long kept values stay (%(default)s)",
+    )
+    add(
+        "--grace",
+        metavar="SECONDS",
+        type=float,
+        default=GRACE,
+        help="how long running requests may go on when the server is told to end (%(default)s)",
+    )
+    add(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="how the line looks that is written for each request (%(default)s)",
     )
     return parser
 

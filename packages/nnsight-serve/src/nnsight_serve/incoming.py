@@ -11,6 +11,7 @@ from typing import Any
 
 from nnsight_core.backend import EditSpec, Invoke
 from nnsight_core.errors import ProtocolError
+from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.wire.code import digest_of
 from nnsight_core.wire.data import Decoder
 from nnsight_core.wire.forms import tagged
@@ -59,16 +60,21 @@ class Install:
     blobs: dict[str, Buffer]
 
 
-def trace_of(frame: Frame) -> Trace:
+def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
     """The trace that a client's frame asks for.
 
     Raises:
+        PolicyError: the policy does not allow one of its blocks.
         ProtocolError: the frame is not well formed.
         TypeError: an unknown sampling argument, or a prompt of no known form.
     """
     message = expect(frame, TraceMessage)
     if not message.invokes:
         raise ProtocolError("The trace has no invokes.")
+    for data in message.blocks:
+        policy.check(data)
+    for invoke in message.invokes:
+        policy.check_sampling(invoke.sampling)
     blobs = _blobs(message.blobs, frame)
     blocks = [_carried(data, frame) for data in message.blocks]
     needs = [digest for block in blocks for digest in block.blobs]
@@ -91,13 +97,15 @@ def trace_of(frame: Frame) -> Trace:
     return trace
 
 
-def install_of(frame: Frame) -> Install:
+def install_of(frame: Frame, policy: Policy = TRUSTED) -> Install:
     """The edit that a client's frame asks for.
 
     Raises:
+        PolicyError: the policy does not allow its block.
         ProtocolError: the frame is not well formed.
     """
     message = expect(frame, InstallMessage)
+    policy.check(message.block)
     spec = EditSpec(Invoke(None), message.name, message.share, message.ttl)
     carried = _carried(message.block, frame)
     needs = list(carried.blobs)

@@ -3,14 +3,63 @@
 from __future__ import annotations
 
 import builtins
+import math
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from nnsight_core import errors
+from nnsight_core.errors import BusyError, EngineDeadError
 from nnsight_core.wire.data import Encoder
 from nnsight_core.wire.errors import ErrorRecord, record_error
+
+
+class Told(BaseModel):
+    """What a refusal says.
+
+    Attributes:
+        type: the class of the error that a client raises.
+        message: its text.
+        code: HTTP's number for it, for clients of OpenAI's.
+        record: the error itself, for a client of ours.
+        versions: of the protocol, if it was not understood.
+        limit: what was gone beyond.
+        missing: contents that are not here.
+    """
+
+    type: str
+    message: str
+    code: int
+    record: ErrorRecord
+    versions: list[int] | None = None
+    limit: int | None = None
+    missing: list[str] | None = None
+
+
+class Refusal(BaseModel):
+    """The answer to a request that is refused."""
+
+    error: Told
+
+
+REFUSAL: dict[str, Any] = {"model": Refusal}
+"""A refusal, as the description of a route's answers has it."""
+_SAYS = {
+    400: "The body is not well formed, or asks for what cannot be meant.",
+    401: "The key is missing or wrong.",
+    403: "What it asks for is another caller's, or not allowed by the server's policy.",
+    409: "Contents that it names are not here (any more); send them again.",
+    413: "The body, or the number of its requests, is above a limit.",
+    429: "The key has as many requests in the engine as it may.",
+    503: "The engine has ended or has too much to do, or the server is shutting down.",
+}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The description of a route's refusals, by HTTP's numbers for them."""
+    return {status: {**REFUSAL, "description": _SAYS[status]} for status in statuses}
 
 
 class Refused(Exception):
@@ -29,17 +78,23 @@ class Refused(Exception):
         self.details = details
 
 
-async def answer(_: Request, refused: Exception) -> JSONResponse:
-    """The answer that a refused request gets."""
+async def answer(request: Request, refused: Exception) -> JSONResponse:
+    """The answer that a refused request gets, noted in its account."""
     assert isinstance(refused, Refused)
     record = record_of(refused.error)
+    dead = isinstance(refused.error, EngineDeadError)
+    request.state.account.failed(record.name, record.message, "engine" if dead else "refused")
     content = {
         "type": record.name,
         "message": record.message,
+        # What OpenAI clients look for besides.
+        "code": refused.status,
         "record": record.model_dump(mode="json"),
         **refused.details,
     }
-    headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else None
+    headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
+    if isinstance(refused.error, BusyError) and refused.error.retry_after is not None:
+        headers["Retry-After"] = str(math.ceil(refused.error.retry_after))
     return JSONResponse({"error": content}, refused.status, headers)
 
 
@@ -56,6 +111,7 @@ def record_of(error: BaseException) -> ErrorRecord:
         args=[record.message],
         message=record.message,
         notes=record.notes,
+        attributes=record.attributes if cls is BusyError else {},
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from nnsight_core.keeps import LIMIT, SECONDS
+from nnsight_serve.logs import Format
 from nnsight_vllm_worker.engine import BLOCK_TIMEOUT
 
 API_KEY = "NNSIGHT_API_KEY"
@@ -18,6 +20,9 @@ PORT = "NNSIGHT_PORT"
 MAX_BODY = 1 << 29
 MAX_UPLOADS = 1 << 31
 MAX_SAVES = 1 << 34
+MAX_REQUESTS = 10_000
+GRACE = 10.0
+"""Seconds that running requests get when the server is told to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class Settings:
     Attributes:
         model: the model's name or folder, as vLLM takes it.
         engine: vLLM's engine arguments.
+        openai: vLLM's arguments of its OpenAI routes.
         host, port: where it listens; port 0 takes any that is free.
         api_keys: what clients must send, by the name of who has it; none lets everyone in.
         policy: what blocks may do: `trusted` ones anything, `restricted` ones what a list allows.
@@ -34,9 +40,12 @@ class Settings:
         max_uploads: how many bytes of tensors that clients sent stay here, for them to name again.
         max_saves: the most bytes that one request may bring home.
         max_concurrent: how many requests of one key may be in the engine at once; None for any.
+        max_requests: how many of all keys may be in it, those that wait included.
         block_timeout: seconds that a block may hold the engine before it gives control back.
         keep_bytes: how much memory the values may take that blocks keep on the engine.
         keep_seconds: how long they stay.
+        grace: seconds that running requests get when the server is told to end.
+        log_format: how the line looks that is written for each request.
 
     Example:
         >>> Settings("openai-community/gpt2", {"max_model_len": 256}, api_keys={"ann": "secret"})
@@ -52,9 +61,13 @@ class Settings:
     max_uploads: int = MAX_UPLOADS
     max_saves: int = MAX_SAVES
     max_concurrent: int | None = None
+    max_requests: int = MAX_REQUESTS
     block_timeout: float | None = BLOCK_TIMEOUT
     keep_bytes: int = LIMIT
     keep_seconds: float = SECONDS
+    openai: dict[str, Any] = field(default_factory=dict)
+    grace: float = GRACE
+    log_format: Format = "text"
 
 
 def keys_of(given: list[str]) -> dict[str, str]:
@@ -73,6 +86,30 @@ def keys_of(given: list[str]) -> dict[str, str]:
         if name in keys:
             raise ValueError(f"two keys have the name {name!r}")
         keys[name] = key
+    return keys
+
+
+def keys_of_file(path: str) -> list[str]:
+    """The `NAME:KEY`s that a file holds, one a line.
+
+    Raises:
+        ValueError: it cannot be read, or a line of it has no name.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise ValueError(f"the keys cannot be read from {path}: {reason}") from None
+    keys: list[str] = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        if ":" not in line:
+            # The line itself is not shown: it may be a key.
+            raise ValueError(f"line {number} of {path} has no name: it takes NAME:KEY")
+        keys.append(line)
+    if not keys:
+        raise ValueError(f"{path} holds no keys, and a server without any lets everyone in")
     return keys
 
 

@@ -15,6 +15,7 @@ from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.errors import EngineDeadError, EngineError
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.kept import KeptValues
+from nnsight_core.policy import TRUSTED_PATH
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.code import digest_of
 from nnsight_core.wire.frames import Buffer, Frame
@@ -26,7 +27,7 @@ from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, DEAD, Output
 from nnsight_vllm_worker.requests import handles_of
 from nnsight_vllm_worker.settings import apply
 from nnsight_vllm_worker.submission import Carried, Request
-from nnsight_vllm_worker.vllm_ports import async_startup, incoming, startup
+from nnsight_vllm_worker.vllm_ports import async_startup, incoming, metrics, startup, tokenizer
 
 
 class AsyncEngine:
@@ -39,6 +40,8 @@ class AsyncEngine:
         block_timeout: seconds that a block may run before it gives control back.
         keep_bytes: how much memory the values may take that blocks keep.
         keep_seconds: how long they stay.
+        max_saves: how many bytes the saves of one request may have; None for any.
+        policy: what blocks may do, as the import path of a `nnsight_core.policy.Policy`.
 
     Attributes:
         llm: vLLM's own object.
@@ -68,12 +71,14 @@ class AsyncEngine:
         block_timeout: float | None = BLOCK_TIMEOUT,
         keep_bytes: int = LIMIT,
         keep_seconds: float = SECONDS,
+        max_saves: int | None = None,
+        policy: str = TRUSTED_PATH,
     ) -> None:
         chosen = apply(arguments)
         self.loop = asyncio.get_running_loop()
         self._receiver = Receiver()
-        limits = (block_timeout, keep_bytes, keep_seconds)
-        self._attaching = (self._receiver.address, pickle, *limits)
+        limits = (block_timeout, keep_bytes, keep_seconds, max_saves)
+        self._attaching = (self._receiver.address, pickle, *limits, policy)
         self._keep_seconds = keep_seconds
         self.kept = KeptValues(self)
         self._ledger = Ledger()
@@ -108,6 +113,7 @@ class AsyncEngine:
         try:
             with startup.root_cause():
                 trees = await self.rpc("nnsight_attach", *self._attaching)
+                await async_startup.ask_once(self.llm)
         except BaseException:
             self._closed = True
             self._receiver.close()
@@ -122,6 +128,11 @@ class AsyncEngine:
     def alive(self) -> bool:
         """Whether the engine runs."""
         return not self._closed and async_startup.is_alive(self.llm)
+
+    @property
+    def under_way(self) -> int:
+        """How many sequences have been sent and have not finished, whoever sent them."""
+        return self.edits.under_way
 
     async def run(
         self, requests: list[Request], blobs: dict[str, Buffer]
@@ -138,12 +149,19 @@ class AsyncEngine:
             EngineDeadError: the engine ended meanwhile.
         """
         run = Requests(self, requests, blobs)
+        answers = True
         try:
             run.begin()
             async for news in run.news():
                 yield news
+        except EngineDeadError:
+            # It may also hang, and then has nothing to say to what is left of the run.
+            answers = False
+            raise
         finally:
-            await self.undisturbed(run.clean())
+            cleaning = self._apart_from(run.clean())
+            if answers:
+                await asyncio.shield(cleaning)
 
     async def install(
         self, spec: EditSpec, carried: Carried, blobs: dict[str, Buffer], owner: str = ""
@@ -191,6 +209,24 @@ class AsyncEngine:
     async def counts(self) -> dict[str, int]:
         """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
         return (await self.rpc("nnsight_counts"))[0]
+
+    def cut(self, why: str) -> None:
+        """End every run that is under way; each raises `EngineDeadError`, and leaves nothing."""
+        first = {id(running.waiting): running for running in self.running.values()}
+        for running in first.values():
+            running.waiting.put(running.key, EngineDeadError(why))
+
+    def metrics(self) -> Any:
+        """vLLM's own, as a registry of Prometheus's client."""
+        return metrics.registry()
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files of its tokenizer, by name.
+
+        Raises:
+            NotSupportedError: it has none of transformers'.
+        """
+        return tokenizer.files_of(self.llm)
 
     async def close(self) -> None:
         """End the engine and its processes."""

@@ -126,13 +126,18 @@ class _Waiting:
 
 
 class Running:
-    """One request in the engine: a task that brings it to its end, fed with its frames."""
+    """One request in the engine: a task that brings it to its end, fed with its frames.
+
+    Attributes:
+        key: the request's.
+        waiting: what waits for the reader of its run.
+    """
 
     def __init__(self, engine: AsyncEngine, request: Request, waiting: _Waiting) -> None:
         self.key = request.key
         self._engine = engine
         self._request = request
-        self._waiting = waiting
+        self.waiting = waiting
         self._progress = Progress(request)
         self._ahead: deque[Frame] = deque()
         self._outputs: deque[RequestOutput] = deque()
@@ -182,8 +187,8 @@ class Running:
         finally:
             # Whatever has happened, nobody waits for this request any longer.
             while self._ahead:
-                self._waiting.put(self.key, self._ahead.popleft())
-            self._waiting.put(self.key, what)
+                self.waiting.put(self.key, self._ahead.popleft())
+            self.waiting.put(self.key, what)
 
     async def _finish(self) -> RequestOutput:
         """The request's output, once its blocks have said everything before it."""
@@ -216,10 +221,10 @@ class Running:
         """The request has come further; a reader who is slow holds it up."""
         self._outputs.append(output)
         self._pass_on()
-        if self._waiting.much:
+        if self.waiting.much:
             await async_startup.hold(self._engine.llm, [self.key])
             try:
-                await self._waiting.less()
+                await self.waiting.less()
             finally:
                 await async_startup.go_on(self._engine.llm, [self.key])
 
@@ -227,7 +232,7 @@ class Running:
         """Pass on what has come: each output with all that was saved up to it, and no more."""
         while True:
             while self._ahead and self._due(self._ahead[0].header):
-                self._waiting.put(self.key, self._ahead.popleft())
+                self.waiting.put(self.key, self._ahead.popleft())
             if not self._outputs:
                 return
             lengths = _lengths(self._outputs[0])
@@ -235,8 +240,8 @@ class Running:
                 return
             self._lengths |= lengths
             while self._ahead and self._due(self._ahead[0].header):
-                self._waiting.put(self.key, self._ahead.popleft())
-            self._waiting.put(self.key, self._outputs.popleft())
+                self.waiting.put(self.key, self._ahead.popleft())
+            self.waiting.put(self.key, self._outputs.popleft())
 
     def _due(self, header: dict[str, Any]) -> bool:
         """Whether what a frame says belongs to what has been passed on, or to no step."""

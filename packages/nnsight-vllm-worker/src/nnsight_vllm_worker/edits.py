@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.wire.frames import Frame, read_frame
 from nnsight_core.wire.messages import InstalledMessage, expect
+from nnsight_vllm_worker.asked import ASKED, Asked
 from nnsight_vllm_worker.requests import EDITS, EXTRA, FOREIGN
 from nnsight_vllm_worker.submission import Carried, Request
 from nnsight_vllm_worker.vllm_ports.incoming import Marks
 from nnsight_vllm_worker.vllm_ports.scheduling import KEY, WHOLE
+
+_log = logging.getLogger(__name__)
 
 
 class NotInstalled(Exception):
@@ -75,6 +80,12 @@ class Edits:
         self._numbers = itertools.count(1)
         self._active: list[Installed] = []
         self._leaving: list[Installed] = []
+        self._asked: WeakValueDictionary[str, Asked] = WeakValueDictionary()
+
+    @property
+    def under_way(self) -> int:
+        """How many sequences have not finished."""
+        return len(self._under_way())
 
     def new(self, spec: EditSpec, carried: Carried, owner: str = "") -> Installed:
         """An edit that is to be installed; it takes part in nothing until it is added."""
@@ -144,7 +155,7 @@ class Edits:
         return [
             edit
             for edit in self._active
-            if names is None or edit.info.name is None or edit.info.name in names
+            if _belongs(edit, names)
             if key is None or edit.info.share >= 1 or _place(key) < edit.info.share
         ]
 
@@ -163,6 +174,17 @@ class Edits:
             edit.ours -= 1
         request.edits = []
 
+    def ask(self, names: list[str] | None) -> Asked:
+        """What a request of others asks for; its sequences are to carry the token of it.
+
+        Raises:
+            ValueError: no edit has one of the names.
+        """
+        self.chosen(names)
+        asked = Asked(names)
+        self._asked[asked.token] = asked
+        return asked
+
     def marks(self, sequence: str, request: str, extra: dict[str, Any]) -> Marks | None:
         """What is said of a request as it is sent, whoever sends it."""
         if KEY in extra:
@@ -170,7 +192,10 @@ class Edits:
             edits = [e for e in (*self._active, *self._leaving) if e.id in ids]
             own, key, said = EXTRA in extra, extra[KEY], {}
         elif self._active and EXTRA not in extra:
+            asked = self._asked.get(extra.get(ASKED, ""))
             edits = self.chosen(None, request)
+            if asked is not None:
+                edits = [edit for edit in edits if _belongs(edit, asked.names)]
             # Of each sequence, since nobody says how many there are.
             own, key = False, FOREIGN + sequence
             said = {KEY: key, EDITS: [edit.id for edit in edits]}
@@ -179,6 +204,9 @@ class Edits:
                     edit.foreign.intersection_update(self._under_way())
                 edit.foreign.add(sequence)
                 edit.info.requests += 1
+            if asked is not None:
+                self._asked[key] = asked
+                asked.begin(key, [edit.info for edit in edits])
         else:
             return None
         if not edits and not own:
@@ -192,17 +220,38 @@ class Edits:
     def note(self, frame: Frame) -> None:
         """A frame has come; if it says that an edit's block has ended, that is counted."""
         header = frame.header
-        if header.get("edit") and header["kind"] == "ended" and not header["waits"]:
-            for edit in (*self._active, *self._leaving):
-                if edit.id == header["edit"]:
-                    edit.info.seconds += header.get("seconds", 0.0)
-                    edit.info.errors += header["error"] is not None
+        if not header.get("edit") or header["kind"] != "ended":
+            return
+        asked = self._asked.get(header["key"])
+        if asked is not None:
+            asked.note(header)
+        if header["waits"]:
+            return
+        for edit in (*self._active, *self._leaving):
+            if edit.id == header["edit"]:
+                edit.info.seconds += header.get("seconds", 0.0)
+                edit.info.errors += header["error"] is not None
+                if header["error"] is not None and header["key"].startswith(FOREIGN):
+                    _warn(edit.info, header["error"])
 
     def _expire(self) -> None:
         now = time.time()
         gone = [e.id for e in self._active if e.info.until is not None and e.info.until <= now]
         if gone:
             self.clear(gone)
+
+
+def _belongs(edit: Installed, names: Collection[str] | None) -> bool:
+    """Whether an edit belongs to a request that asks for some names."""
+    return names is None or edit.info.name is None or edit.info.name in names
+
+
+def _warn(edit: EditInfo, error: dict[str, Any]) -> None:
+    """Say what an edit raised in a request of others, each time that it is twice as often."""
+    if edit.errors & (edit.errors - 1) == 0:
+        times = "once" if edit.errors == 1 else f"{edit.errors} times"
+        what = f"{error['name']}: {error['message']}"
+        _log.warning("The edit %s has failed %s, last with %s", edit.id, times, what)
 
 
 _MANY = 1024

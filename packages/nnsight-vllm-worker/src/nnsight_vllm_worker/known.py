@@ -7,7 +7,6 @@ change is made anew for each request.
 
 from __future__ import annotations
 
-import builtins
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from nnsight_core.effects import Effects, effects_of
 from nnsight_core.keeps import Keeper
 from nnsight_core.lowering import Lowered, NotLowered
 from nnsight_core.node import Root
+from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.run import Run
 from nnsight_core.tree import ModelTree
 from nnsight_core.wants import Wants, lower_at_taps, wants_of
@@ -44,12 +44,14 @@ class Known:
 
     Raises:
         ProtocolError: the bytes are no block of this version.
+        PolicyError: the block is not allowed.
     """
 
     def __init__(self, data: Buffer, blocks: Blocks) -> None:
         frame = read_frame(data)
         self.block = expect(frame, BlockMessage).block
-        self.code = code_of(self.block)
+        blocks.policy.check(self.block)
+        self.code = code_of(self.block, blocks.policy)
         self._buffers = frame.buffers
         self._blocks = blocks
         # Whether its bytes say all of it: nothing is imported or unpickled for it.
@@ -92,6 +94,7 @@ class Known:
                 kept=lambda id, name: keeper.get(id, self.code.snapshots, name),
                 pickle=self._blocks.pickle,
                 extra=self._blocks.extra,
+                policy=self._blocks.policy,
             )
             return decode_names(self.block, decoder)
 
@@ -145,6 +148,7 @@ class Blocks:
     Args:
         extra: names that every block sees besides its own.
         pickle: whether they may hold pickled values.
+        policy: what they may do.
 
     Attributes:
         limit: how many seconds a block may run before it gives control back.
@@ -158,12 +162,14 @@ class Blocks:
         pickle: bool,
         extra: dict[str, Callable[..., Any]],
         limit: float | None = None,
+        policy: Policy = TRUSTED,
     ) -> None:
+        self.policy = policy
         self.root = root
         self.tree = tree
         self.store = store
         self.pickle = pickle
-        self.extra: dict[str, Any] = {"__builtins__": builtins, **extra}
+        self.extra = policy.scope(extra)
         self.limit = limit
         self._known: OrderedDict[bytes, Known] = OrderedDict()
 

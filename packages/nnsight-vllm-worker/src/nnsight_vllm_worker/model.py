@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from nnsight_core.errors import EngineDeadError, NotSupportedError
 from nnsight_core.keeps import LIMIT, SECONDS
-from nnsight_core.model import Model, prompts_of
+from nnsight_core.model import Model
+from nnsight_core.prompts import prompts_of
 from nnsight_core.sampling import normalise
 from nnsight_core.taps import RESID, resolve
 from nnsight_core.tracer import Tracer, check_edits
@@ -37,6 +38,7 @@ class VLLM(Model):
         dispatch: build the engine now; otherwise the first trace or generation does.
         serve: a server's address, whose engine is used instead (with the client package).
         api_key: the key that the server wants.
+        remote: use the server of the user's configuration.
         block_timeout: seconds that a block may hold the engine, which all requests share, before it
             gives control back; None for as long as it likes.
         taps: patterns of the locations that blocks reach while the engine runs compiled, with CUDA
@@ -68,6 +70,7 @@ class VLLM(Model):
         dispatch: bool = False,
         serve: str | None = None,
         api_key: str | None = None,
+        remote: bool = False,
         save_device: str = "cpu",
         taps: str | Sequence[str] = RESID,
         only_taps: bool = False,
@@ -88,6 +91,8 @@ class VLLM(Model):
         super().__init__(backend=backend)
         self._repo = repo
         self._mode = mode
+        if remote:
+            serve, api_key = _client().choose(serve, api_key, remote)
         self._serve = serve
         self._api_key = api_key
         self._limits = {
@@ -257,11 +262,12 @@ class VLLM(Model):
         keep_tree(built.tree, self._repo, engine(), self._arguments)
 
     def _backend_for(self, arguments: dict[str, Any]) -> Any:
-        url = arguments.pop("serve", None) or self._serve
-        key = arguments.pop("api_key", None)
-        if url is None:
+        elsewhere = arguments.get("serve") or arguments.get("remote") or self._serve
+        if not elsewhere:
+            for name in ("serve", "api_key", "remote"):
+                arguments.pop(name, None)
             return super()._backend_for(arguments)
-        return self._servers.backend(url, key, self._mode)
+        return self._servers.chosen(arguments, self._mode)
 
     def _described(self, backend: Any) -> ModelTree:
         # A server's tree can be had at once, whatever the model's mode.

@@ -13,18 +13,24 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from nnsight_core.code import compile_block
+from nnsight_core.current import current_run
 from nnsight_core.effects import Effects
-from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError
+from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError, SaveLimitError
 from nnsight_core.keeps import Keeper, Keeps
 from nnsight_core.locations import RESULT, STEP
 from nnsight_core.lowering import Lowered
 from nnsight_core.node import Root
-from nnsight_core.run import Run, current_run
+from nnsight_core.policy import TRUSTED, Policy
+from nnsight_core.run import Run
+from nnsight_core.traceback import users_file
 from nnsight_core.watch import Watch
 from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import encode_ended, encode_saved
+from nnsight_core.wire.bounded import BoundedEncoder, Room
+from nnsight_core.wire.data import Encoder
 from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import (
@@ -67,6 +73,7 @@ class Tracing:
         written: what the taps write for each request.
         edits: the blocks that are installed, by id.
         foreign: the keys of requests that came to the engine past us.
+        max_saves: how many bytes the saves of one request may have; None for any.
         record: finds out about the operations of a function inside a forward, when they are first
             asked for.
     """
@@ -81,6 +88,7 @@ class Tracing:
         config: Any,
         pickle: bool,
         limit: float | None,
+        policy: Policy = TRUSTED,
     ) -> None:
         self.tables: Tables
         self.keeps: Keeps
@@ -90,6 +98,8 @@ class Tracing:
         self.edits: dict[str, Known] = {}
         self.foreign: set[str] = set()
         self.record: Callable[[str], None] = lambda path: None
+        self.max_saves: int | None = None
+        self._rooms: WeakValueDictionary[str, Room] = WeakValueDictionary()
         self._recorded: set[str] = set()
         self._watch = watch
         self._rows = rows
@@ -99,7 +109,7 @@ class Tracing:
         self._tree = watch.places.tree
         self._config = config
         extra = {"print": _print(self.printed)}
-        self.blocks = Blocks(root, self._tree, store, pickle, extra, limit)
+        self.blocks = Blocks(root, self._tree, store, pickle, extra, limit, policy)
         self._allowance = Allowance()
         self._ended: list[Traced] = []
         self._streaming: dict[Traced, None] = {}
@@ -251,7 +261,7 @@ class Tracing:
             return
         traced.said = steps
         about = {**traced.place, "made": traced.made, "steps": steps}
-        encoded = partial(encode_saved, run, traced.told, **about)
+        encoded = partial(encode_saved, run, traced.told, self._encoder(traced), **about)
         try:
             self._emit(WATCHDOG.call(self.limit, encoded))
         except BaseException as error:
@@ -282,13 +292,17 @@ class Tracing:
         self._emit(frame)
 
     def _encoded(self, traced: Traced) -> Frame:
-        about: dict[str, Any] = {"ways": dict(traced.ways)}
+        about: dict[str, Any] = {"ways": dict(traced.ways), "seconds": traced.run.seconds}
         if traced.edit:
-            about |= {"edit": traced.edit, "seconds": traced.run.seconds}
+            about["edit"] = traced.edit
         if traced.told is not None:
             about["made"] = traced.made
         place = (traced.key, traced.sequence)
-        return encode_ended(traced.run, *place, traced.notes, traced.told, **about)
+        encoder = self._encoder(traced)
+        return encode_ended(traced.run, *place, traced.notes, traced.told, encoder, **about)
+
+    def _encoder(self, traced: Traced) -> Encoder:
+        return Encoder() if traced.room is None else BoundedEncoder(traced.room)
 
     def _drop(self, run: Run) -> None:
         (run.interleaver or self._watch.interleaver).drop(run)
@@ -308,6 +322,9 @@ class Tracing:
         traced = Traced(arrival.request, key, sequence, edit, len(arrival.prompt), bare)
         bare.key = traced
         traced.written = Written(self._rows, self._allowance)
+        if self.max_saves is not None:
+            # What its sequences and edits save comes home together.
+            traced.room = self._rooms.setdefault(key, Room.of(self.max_saves))
         return traced
 
     def _known(self, edit: str) -> Known:
@@ -402,7 +419,7 @@ class Tracing:
                 module=category.__module__,
                 name=category.__qualname__,
                 message=str(message),
-                filename=filename,
+                filename=users_file(filename),
                 line=lineno,
             )
         )
@@ -420,7 +437,7 @@ _CACHED = "{} tokens of the prompt came from a cache, so the block cannot see it
 
 def _safe(error: BaseException) -> BaseException:
     """An error that can be encoded without running code of the user's."""
-    if type(error) is BlockTimeout:
+    if type(error) in (BlockTimeout, SaveLimitError):
         return error
     texts = [text for text in error.args if type(text) is str]
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")

@@ -12,6 +12,7 @@ from nnsight_core.locations import Location
 from nnsight_core.lowering import Lowered
 from nnsight_core.run import Run
 from nnsight_core.wants import Wants
+from nnsight_core.wire.bounded import Room
 from nnsight_core.wire.messages import WarningData
 from nnsight_core.wire.told import Told
 from nnsight_vllm_worker.pieces import Pieces
@@ -86,6 +87,7 @@ class Traced:
         alone: whether they do all that its block does; it is run when the request is over.
         told: what was told of its saves, if they are wanted as they are made; `said` up to which
             step.
+        room: how much its request may still bring home, if there is a limit.
         pieces: what was seen of the prompt before that pass, if it runs in pieces.
         written: what its block wrote, to be written again if it is computed anew.
         sent: whether its block has said all that it has to say.
@@ -118,6 +120,7 @@ class Traced:
         self.lowered: Lowered | None = None
         self.alone = False
         self.told: Told | None = None
+        self.room: Room | None = None
         self.said = 0
         self.ending: Ending
 

@@ -13,6 +13,7 @@ from nnsight_core.interleaver import Interleaver
 from nnsight_core.keeps import LIMIT, SECONDS, Keeps
 from nnsight_core.node import Root
 from nnsight_core.outputs import RequestOutput
+from nnsight_core.policy import TRUSTED_PATH, Policy, policy_at
 from nnsight_core.taps import resolve
 from nnsight_core.watch import Watch, bare_tree
 from nnsight_core.wire.data import Encoder
@@ -30,7 +31,7 @@ from nnsight_vllm_worker.settings import EXTENSION
 from nnsight_vllm_worker.step import Steps
 from nnsight_vllm_worker.tables import Tables
 from nnsight_vllm_worker.taps import Taps
-from nnsight_vllm_worker.vllm_ports import forward, loading, scheduling, startup
+from nnsight_vllm_worker.vllm_ports import forward, loading, orphans, scheduling, startup
 from nnsight_vllm_worker.vllm_ports.runner_v1 import RunnerV1
 from nnsight_vllm_worker.vllm_ports.runner_v2 import RunnerV2
 
@@ -45,11 +46,16 @@ class WorkerExtension:
         limit: float | None,
         keep_bytes: int = LIMIT,
         keep_seconds: float = SECONDS,
+        max_saves: int | None = None,
+        policy: str = TRUSTED_PATH,
     ) -> str:
         """Record the model's locations and begin to trace; gives the tree as JSON."""
-        self._nnsight = Attached(self, address, pickle, limit)  # type: ignore[attr-defined]
+        orphans.ignore_interrupts()
+        attached = Attached(self, address, pickle, limit, policy_at(policy))
+        self._nnsight = attached  # type: ignore[attr-defined]
         keeps = Keeps(self._nnsight.store.device, keep_bytes, keep_seconds)
         self._nnsight.tracing.keeps = keeps
+        self._nnsight.tracing.max_saves = max_saves
         return self._nnsight.tree.model_dump_json()
 
     def nnsight_detach(self) -> None:
@@ -160,7 +166,9 @@ class Loaded:
 class Attached:
     """What one worker holds for tracing."""
 
-    def __init__(self, worker: Any, address: str, pickle: bool, limit: float | None) -> None:
+    def __init__(
+        self, worker: Any, address: str, pickle: bool, limit: float | None, policy: Policy
+    ) -> None:
         self.loaded: Loaded = worker._nnsight_loaded
         self.tree = self.loaded.tree
         port, rows = self.loaded.port, self.loaded.rows
@@ -173,10 +181,12 @@ class Attached:
         self._sender = Sender(address) if worker.rank == 0 else None
         config = worker.vllm_config.model_config
         root = _WorkerRoot(watch.places, "", config)
-        self.tracing = Tracing(root, watch, rows, self.store, self._send, config, pickle, limit)
+        home = (self._send, config, pickle, limit, policy)
+        self.tracing = Tracing(root, watch, rows, self.store, *home)
         self.tracing.tables = Tables(self.loaded.taps)
         self.tracing.record = self._record_inner
         self._interleaver = interleaver
+        interleaver.vocabulary = config.get_vocab_size()
         taps, compiled = self.loaded.taps, self.loaded.compiled
         self.steps = self.loaded.steps = Steps(rows, interleaver, self.tracing, taps, compiled)
         port.attach(self.steps)
@@ -248,6 +258,7 @@ def _loaded(worker: Any) -> None:
     worker._nnsight_loaded = Loaded(worker)
 
 
+orphans.end_with_parent()
 startup.report_causes()
 scheduling.silence()
 loading.when_loaded(EXTENSION, _loaded)

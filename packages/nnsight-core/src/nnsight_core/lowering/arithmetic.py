@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from nnsight_core.lowering.pure import moderate
 from nnsight_core.lowering.symbols import (
     Known,
     Made,
@@ -83,6 +84,8 @@ class Arithmetic:
         if isinstance(left, Known) and isinstance(right, Known):
             if op is operator.pow and type(left.value) is type(right.value) is int:
                 return None  # it may take for ever
+            if not moderate(left.value, right.value):
+                return None
             return Known(
                 op(number_or_tensor(left.value), number_or_tensor(right.value)), left.of | right.of
             )

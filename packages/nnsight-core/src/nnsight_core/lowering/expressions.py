@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.loops import ALL_STEPS, StepChoice
 from nnsight_core.lowering.arithmetic import Arithmetic, as_column, number_or_tensor
-from nnsight_core.lowering.pure import FUNCTIONS, METHODS, may_run
+from nnsight_core.lowering.pure import FUNCTIONS, METHODS, may_run, moderate
 from nnsight_core.lowering.symbols import (
     NONE,
     ROWS,
@@ -313,7 +313,7 @@ class Symbols(Arithmetic):
             return Known(Module(path)) if path in self.tree.modules else None
         if type(value) is dict and name in ("items", "keys", "values") and not given:
             return Known(list(getattr(value, name)()), owner.of)
-        if type(value) in (Tensor, Parameter) and name in METHODS:
+        if type(value) in (Tensor, Parameter) and name in METHODS and moderate(value):
             if name in ("to", "type_as"):
                 given = [
                     Known(g.like.dtype) if isinstance(g, Part) and g.like is not None else g

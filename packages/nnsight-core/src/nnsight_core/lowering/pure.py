@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,11 @@ _MOST = 100_000
 
 
 def may_run(function: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> bool:
-    """Whether a call changes nothing and runs no code of the user's."""
+    """Whether a call changes nothing, runs no code of the user's, and makes nothing huge."""
     if id(function) in _SHAPING:
         return not named and all(plain(value, 0) for value in given)
+    if not _makes_little(function, given, named):
+        return False
     # What writes into an argument does so by name, or after more arguments than these.
     if "out" in named or len(given) > 3:
         return False
@@ -31,6 +34,33 @@ def plain(value: Any, depth: int) -> bool:
     return type(value) in (bool, int, float, str, Tensor, Parameter, *_CONSTANTS)
 
 
+def moderate(*values: Any) -> bool:
+    """Whether arithmetic on these makes nothing huge, here where no time limit holds."""
+    whole = [value for value in values if type(value) is int]
+    if any(number.bit_length() > _BITS for number in whole):
+        return False
+    shapes = [value.shape for value in values if isinstance(value, Tensor)]
+    axes = itertools.zip_longest(*(shape[::-1] for shape in shapes), fillvalue=1)
+    return math.prod(max(sizes) for sizes in axes) <= _LARGE
+
+
+def _makes_little(function: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> bool:
+    values = [*given, *named.values()]
+    if function in (torch.zeros, torch.ones, torch.full):
+        # What fills it may be among the numbers, which errs to leaving it to the block.
+        return math.prod(n for n in _flat(values) if type(n) is int and n > 0) <= _LARGE
+    held = [tensor.numel() for tensor in _flat(values) if isinstance(tensor, Tensor)]
+    if function is torch.outer:
+        return math.prod(held) <= _LARGE
+    return sum(held) <= _LARGE if function in (torch.cat, torch.stack) else moderate(*values)
+
+
+def _flat(values: list[Any]) -> list[Any]:
+    return [part for v in values for part in (v if isinstance(v, list | tuple) else [v])]
+
+
+_BITS = 1 << 12
+_LARGE = 1 << 28
 _CONSTANTS = (type(None), torch.dtype, torch.device)
 
 

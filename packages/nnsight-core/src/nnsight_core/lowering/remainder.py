@@ -39,4 +39,5 @@ def code_without(code: Code, gone: set[ast.stmt]) -> Code:
             lines[first] = f"{before}pass{after}"
         else:
             lines[first : last + 1] = [f"{before}(", *[""] * (last - first - 1), f"){after}"]
-    return compile_block("\n".join(lines), code.filename, code.line, code.function, code.lazy)
+    place = (code.filename, code.line, code.function, code.lazy)
+    return compile_block("\n".join(lines), *place, code.policy)

@@ -9,7 +9,8 @@ from nnsight_core.block_tracer import BLOCK_TRACER
 from nnsight_core.capture import Block
 from nnsight_core.code import Code, compile_block
 from nnsight_core.effects import Effects, effects_of
-from nnsight_core.errors import EncodeError
+from nnsight_core.errors import EncodeError, SaveLimitError
+from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.run import Run
 from nnsight_core.scope import VALUE, call_block, ended, share, target_names
 from nnsight_core.tree import ModelTree
@@ -85,9 +86,10 @@ def check_block(invoke: Invoke, tree: ModelTree | None) -> Effects | None:
     return effects
 
 
-def code_of(data: BlockData) -> Code:
+def code_of(data: BlockData, policy: Policy = TRUSTED) -> Code:
     """The compiled code of a block that came over the wire."""
-    return compile_block(data.source, data.filename, data.line, data.function, data.lazy)
+    place = (data.filename, data.line, data.function, data.lazy)
+    return compile_block(data.source, *place, policy)
 
 
 def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str, Any]) -> Run:
@@ -118,19 +120,21 @@ def encode_ended(
     sequence: int,
     notes: list[WarningData],
     told: Told | None = None,
+    encoder: Encoder | None = None,
     **about: Any,
 ) -> Frame:
     """The message that a run has ended; what cannot come home becomes the run's error.
 
     Args:
         told: what was told of its saves before, if they are streamed.
+        encoder: takes what it saved.
         **about: the other fields of the message.
     """
     result = ended(run, 0, sequence)
     if result.value is not None:
         result.saves[VALUE] = result.value
     news = News(result.saves, {}, []) if told is None else told.rest(result.saves)
-    encoder = Encoder()
+    encoder = encoder or Encoder()
     saves, more, refused = _encoded(news, encoder)
     error = result.error or refused
     message = EndedMessage(
@@ -146,13 +150,17 @@ def encode_ended(
     return message.frame(encoder.buffers)
 
 
-def encode_saved(run: Run, told: Told, **about: Any) -> Frame:
+def encode_saved(run: Run, told: Told, encoder: Encoder | None = None, **about: Any) -> Frame:
     """The message that says what a run has saved since the last one.
 
     What cannot come home is left for the end of the run, whose error it is then.
 
     Args:
+        encoder: takes what it has saved.
         **about: the other fields of the message.
+
+    Raises:
+        SaveLimitError: it is more than may come home.
     """
     news = News({}, {}, [])
     # A handle comes home once; so what is beside it comes with the end of the run, too.
@@ -160,8 +168,10 @@ def encode_saved(run: Run, told: Told, **about: Any) -> Frame:
         found, _ = run.saves.outcome(run.scope)
         found.pop(VALUE, None)  # what a function gives back is there when it ends
         news = told.news(found)
-    encoder = Encoder()
-    saves, more, _ = _encoded(news, encoder)
+    encoder = encoder or Encoder()
+    saves, more, refused = _encoded(news, encoder)
+    if isinstance(refused, SaveLimitError):
+        raise refused
     message = SavedMessage(saves=saves, more=more, gone=news.gone, **about)
     return message.frame(encoder.buffers)
 

@@ -43,6 +43,7 @@ from nnsight_core.errors import (
 )
 from nnsight_core.kept import Kept
 from nnsight_core.node import Node, Operation, Root, Source
+from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.tracer import Captured
 from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
 from nnsight_core.wire.frames import Buffer
@@ -262,6 +263,7 @@ class CodeDecoder(Decoder):
         kept: gives the value of a handle, by its id and the name that it came home under.
         pickle: whether cloudpickle is taken.
         extra: names that every function and block sees besides its own (`print`, `save`).
+        policy: what the names may hold.
     """
 
     def __init__(
@@ -274,8 +276,10 @@ class CodeDecoder(Decoder):
         kept: Callable[[str, str], Any] | None = None,
         pickle: bool = False,
         extra: dict[str, Any] | None = None,
+        policy: Policy = TRUSTED,
     ) -> None:
         super().__init__(buffers)
+        self._policy = policy
         self._root = root
         self._blob = blob
         self._place = place
@@ -285,7 +289,7 @@ class CodeDecoder(Decoder):
 
     def readers(self) -> dict[str, Callable[[dict[str, Json]], Any]]:
         root = self._root
-        return {
+        readers = {
             **super().readers(),
             "node": lambda f: root.get(f["path"]) if f["path"] else root,
             "source": lambda f: Source(root._places, f["path"]),
@@ -304,6 +308,7 @@ class CodeDecoder(Decoder):
             "record": self._record,
             "pickle": self._unpickle,
         }
+        return self._policy.readers(readers)
 
     def tensor(self, form: dict[str, Json]) -> Tensor:
         if "h" in form:
@@ -332,7 +337,7 @@ class CodeDecoder(Decoder):
 
     def _run_source(self, form: dict[str, Json], name: str) -> Any:
         place = (form["filename"], form["line"], "<module>", form["lazy"])
-        code = compile_block(form["source"], *place)
+        code = compile_block(form["source"], *place, self._policy)
         scope: dict[str, Any] = {**self._extra, "__name__": form["module"]}
         late = _Late(scope, name)
         # A function may name itself, or one that names it, before it exists.

@@ -169,6 +169,10 @@ class Encoder:
         self.buffers.append(data)
         return len(self.buffers) - 1
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many bytes more may be kept."""
+        return True
+
     def tensor(self, tensor: Tensor) -> dict[str, Json]:
         """A tensor's form: dtype, shape and its elements, never more of its storage than that."""
         tensor = plain(tensor)
@@ -197,7 +201,8 @@ class Encoder:
             if small and tensor.layout is torch.strided and not tensor.is_meta:
                 alike.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
         for packed in alike.values():
-            if len(packed) > 1:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in packed.values())
+            if len(packed) > 1 and self.fits(size):
                 together = torch.cat([tensor.reshape(-1) for tensor in packed.values()])
                 index, at = self.buffer(tensor_bytes(together)), 0
                 for key, tensor in packed.items():

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_serializer
 
 from nnsight_core.errors import BlockError, EncodeError, ProtocolError
+from nnsight_core.wire.bounded import BoundedEncoder, Room
 from nnsight_core.wire.data import Decoder, Encoder, Json, loaded
 from nnsight_core.wire.frames import Buffer
 from nnsight_core.wire.tracebacks import FrameRecord, frames_of, traceback_of
@@ -138,24 +139,20 @@ class _Recorder:
         return len(self._seen) < MAX_ERRORS
 
 
-class _Bounded(Encoder):
+class _Bounded(BoundedEncoder):
     """Encodes up to `MAX_BYTES`, into the buffers of another encoder.
 
     What it cannot encode for whatever reason is an `EncodeError`: an error must come home.
     """
 
     def __init__(self, buffers: list[Buffer]) -> None:
-        super().__init__()
+        super().__init__(Room.of(MAX_BYTES))
         self.buffers = buffers
-        self._left = MAX_BYTES
 
     def encode(self, value: Any, name: str = "") -> Json:
-        left = self._left
         try:
-            self._take(str.__len__(value) if isinstance(value, str) else 8)
             return super().encode(value, name)
         except Exception as error:
-            self._left = left
             raise _refused(error) from error
 
     def form(self, value: Any) -> dict[str, Json]:
@@ -164,19 +161,8 @@ class _Bounded(Encoder):
         except Exception as error:
             raise _refused(error) from error
 
-    def buffer(self, data: Buffer) -> int:
-        self._take(memoryview(data).nbytes)
-        return super().buffer(data)
-
-    def tensor(self, tensor: Any) -> dict[str, Json]:
-        if tensor.numel() * tensor.element_size() > self._left:
-            raise EncodeError(f"{self.where()} is too large to come with an error.")
-        return super().tensor(tensor)
-
-    def _take(self, nbytes: int) -> None:
-        if nbytes > self._left:
-            raise EncodeError(f"{self.where()} is too large to come with an error.")
-        self._left -= nbytes
+    def too_large(self) -> EncodeError:
+        return EncodeError(f"{self.where()} is too large to come with an error.")
 
 
 def _refused(error: Exception) -> EncodeError:

@@ -207,7 +207,7 @@ class EndedMessage(Message, Sparse):
         more, gone: as in `SavedMessage`.
         ways: how many steps had run in which way by then.
         edit: the id of the edit whose block it is; empty for the invoke's own.
-        seconds: how long the block held the engine, if it is an edit's.
+        seconds: how long the block held the engine.
         made: after how many steps it ended, if its saves are streamed.
     """
 

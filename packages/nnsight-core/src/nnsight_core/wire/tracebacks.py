@@ -13,7 +13,7 @@ from types import CodeType, TracebackType
 
 from pydantic import BaseModel, ConfigDict
 
-from nnsight_core.traceback import first_line, is_ours
+from nnsight_core.traceback import first_line, is_ours, users_file
 
 MAX_FRAMES = 1000
 """How many frames of a traceback travel; of a longer one its two ends."""
@@ -46,7 +46,7 @@ def frames_of(traceback: TracebackType | None) -> Iterator[FrameRecord]:
         code = frame.tb_frame.f_code
         line = frame.tb_lineno or 0
         yield FrameRecord(
-            filename=code.co_filename,
+            filename=users_file(code.co_filename),
             line=line,
             function=code.co_name,
             text=linecache.getline(code.co_filename, line).strip()[:200],

@@ -3,13 +3,28 @@
 from fastapi import APIRouter, Depends
 
 from nnsight_serve.access import check_key
-from nnsight_serve.routes import edits, health, kept, model, trace
+from nnsight_serve.refusals import refusals
+from nnsight_serve.routes import (
+    edits,
+    health,
+    kept,
+    load,
+    metrics,
+    model,
+    openai,
+    page,
+    tokenizer,
+    trace,
+)
 
 open_routes = APIRouter()
-open_routes.include_router(health.routes)
+for part in (health, metrics, page):
+    open_routes.include_router(part.routes)
 
-keyed_routes = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
-for part in (model, trace, edits, kept):
+keyed_routes = APIRouter(
+    prefix="/v1", dependencies=[Depends(check_key)], responses=refusals(401, 503)
+)
+for part in (model, tokenizer, trace, edits, kept, load, openai):
     keyed_routes.include_router(part.routes)
 
 __all__ = ["keyed_routes", "open_routes"]

@@ -10,10 +10,11 @@ from pydantic import BaseModel
 from nnsight_core.backend import EditInfo
 from nnsight_core.errors import EngineDeadError, PolicyError
 from nnsight_core.wire.frames import MEDIA_TYPE
-from nnsight_serve.body import decoded, read_frame
+from nnsight_serve.body import ANSWERED, BODY, decoded, read_frame
 from nnsight_serve.engine import Engine, while_alive
 from nnsight_serve.incoming import install_of
-from nnsight_serve.refusals import Refused
+from nnsight_serve.policy import policy_of
+from nnsight_serve.refusals import Refused, refusals
 from nnsight_vllm_worker.edits import NotInstalled
 
 routes = APIRouter()
@@ -34,7 +35,15 @@ async def edits(engine: Engine) -> EditList:
     return EditList(edits=engine.edits.infos())
 
 
-@routes.post("/edits", response_model=EditInfo)
+@routes.post(
+    "/edits",
+    response_model=EditInfo,
+    responses={
+        422: {**ANSWERED, "description": "A worker refused it; the frame says why."},
+        **refusals(400, 403, 409, 413, 429),
+    },
+    openapi_extra={"requestBody": BODY},
+)
 async def install(request: Request, engine: Engine) -> Response:
     """Install the edit that the body is; it belongs to every request from the answer on.
 
@@ -44,8 +53,9 @@ async def install(request: Request, engine: Engine) -> Response:
     state = request.app.state
     frame = await read_frame(request, state.settings.max_body)
     with decoded():
-        asked = await asyncio.to_thread(install_of, frame)
+        asked = await asyncio.to_thread(install_of, frame, policy_of(request))
         blobs = state.uploads.take(asked.needs, asked.blobs)
+    request.state.account.take(1)
     owner = request.state.caller or asked.owner
     try:
         info = await engine.install(asked.spec, asked.carried, blobs, owner)
@@ -56,7 +66,7 @@ async def install(request: Request, engine: Engine) -> Response:
     return JSONResponse(info.model_dump(mode="json"))
 
 
-@routes.delete("/edits")
+@routes.delete("/edits", responses=refusals(403))
 async def clear(
     request: Request, engine: Engine, id: Annotated[list[str] | None, Query()] = None
 ) -> EditList:

@@ -2,24 +2,31 @@
 
 import asyncio
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
-from nnsight_serve.body import decoded, read_frame
+from nnsight_serve.body import ANSWERED, BODY, decoded, read_frame
 from nnsight_serve.engine import Engine
 from nnsight_serve.incoming import Trace, trace_of
 from nnsight_serve.outgoing import FrameResponse, frames_of
+from nnsight_serve.policy import policy_of
+from nnsight_serve.refusals import refusals
 
 routes = APIRouter()
 
 
-@routes.post("/trace")
+@routes.post(
+    "/trace",
+    response_class=Response,
+    responses={200: ANSWERED, **refusals(400, 403, 409, 413, 429)},
+    openapi_extra={"requestBody": BODY},
+)
 async def trace(request: Request, engine: Engine) -> FrameResponse:
     """Run the trace that the body is; what becomes of it is streamed back."""
     state = request.app.state
     frame = await read_frame(request, state.settings.max_body)
     with decoded():
         # In a thread: to hash what is large would make every other request wait.
-        asked = await asyncio.to_thread(trace_of, frame)
+        asked = await asyncio.to_thread(trace_of, frame, policy_of(request))
         asked.blobs = state.uploads.take(asked.needs, asked.blobs)
     _choose(engine, asked)
     caller = request.state.caller
@@ -27,7 +34,10 @@ async def trace(request: Request, engine: Engine) -> FrameResponse:
     if freed:
         state.handles.freed(freed)
         engine.let_go(freed, "its handle was freed")
-    return FrameResponse(frames_of(engine, asked, state.handles, caller), asked.zstd)
+    account = request.state.account
+    account.take(len(asked.requests))
+    frames = account.watch(frames_of(engine, asked, state.handles, caller))
+    return FrameResponse(frames, asked.zstd)
 
 
 def _choose(engine: Engine, asked: Trace) -> None:

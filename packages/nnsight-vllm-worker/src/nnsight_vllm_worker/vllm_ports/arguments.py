@@ -1,8 +1,9 @@
-"""vLLM's engine flags, in its own spelling and read by its own parser.
+"""vLLM's flags of its engine and its OpenAI routes, in its spelling and read by its own parser.
 
 Relies on (vLLM 0.26.0 and 0.27.1):
 - `AsyncEngineArgs.add_cli_args` adds every flag of the engine to a `FlexibleArgumentParser`, each
-  under the name of the field of `AsyncEngineArgs` that it sets.
+  under the name of the field of `AsyncEngineArgs` that it sets; `FrontendArgs.add_cli_args` adds
+  those of vLLM's own server, among them `openai.ARGUMENTS`.
 - `FlexibleArgumentParser` is an `argparse.ArgumentParser` whose `parse_args` first turns vLLM's own
   forms (`--max_model_len`, `--json.key value`, `-O3`, `--config FILE`) into plain flags.
 """
@@ -15,6 +16,7 @@ import difflib
 from typing import Any
 
 from nnsight_core.errors import EngineError
+from nnsight_vllm_worker.vllm_ports import openai
 
 
 class UsageError(Exception):
@@ -23,14 +25,14 @@ class UsageError(Exception):
 
 def parse(
     arguments: list[str], ours: argparse.ArgumentParser
-) -> tuple[argparse.Namespace, dict[str, Any]]:
+) -> tuple[argparse.Namespace, dict[str, Any], dict[str, Any]]:
     """Read a command line that holds vLLM's flags and ours.
 
     Args:
         ours: a parser of our flags, made with `add_help=False`.
 
     Returns:
-        Our values, and those of vLLM's flags that were given.
+        Our values, and of vLLM's flags those that were given: of the engine, of the OpenAI routes.
 
     Raises:
         UsageError: a flag that neither side knows (with the nearest one), or a wrong value.
@@ -42,8 +44,9 @@ def parse(
         if action.dest not in own:
             action.default = argparse.SUPPRESS
     found = vars(parser.parse_args(arguments))
-    engine = {name: found.pop(name) for name in list(found) if name not in own}
-    return argparse.Namespace(**found), engine
+    theirs = {name: found.pop(name) for name in list(found) if name not in own}
+    routes = {name: theirs.pop(name) for name in list(theirs) if name in openai.ARGUMENTS}
+    return argparse.Namespace(**found), theirs, routes
 
 
 def engine_help(about: str | None = None) -> str:
@@ -72,7 +75,8 @@ def _parser(ours: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     parser = Parser(parents=[ours], add_help=False, allow_abbrev=False)
     parser = AsyncEngineArgs.add_cli_args(parser)
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    _add_routes(parser)
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)} | set(openai.ARGUMENTS)
     own = {action.dest for action in ours._actions}
     odd = [a.dest for a in parser._actions if a.dest not in known | own]
     if odd:
@@ -81,6 +85,24 @@ def _parser(ours: argparse.ArgumentParser) -> argparse.ArgumentParser:
             "0.27.1 are known to work."
         )
     return parser
+
+
+def _add_routes(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the OpenAI routes, and no others of vLLM's own server."""
+    from vllm.entrypoints.openai.cli_args import FrontendArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    every = FrontendArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
+    actions = {action.dest: action for action in every._actions}
+    missing = [name for name in openai.ARGUMENTS if name not in actions]
+    if missing:
+        raise EngineError(
+            f"vLLM's server has no flag for {missing[0]!r}. Versions 0.26.0 and 0.27.1 are known "
+            "to work."
+        )
+    group = parser.add_argument_group("OpenAI", "Of the routes that any OpenAI client can use.")
+    for name in openai.ARGUMENTS:
+        group._add_action(actions[name])
 
 
 def _unknown(unknown: list[str], known: Any) -> str:

@@ -13,6 +13,7 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/engine/async_llm.py`):
 - `collective_rpc(method, args=...)` runs on every worker, after what was sent to the engine before.
 - `engine_core.call_utility_async(method, keys)` calls a method of the engine core, after what was
   sent to it before; `holding` adds ours.
+- `get_supported_tasks()` asks the engine once, and remembers; `generate` begins with it.
 - `errored` says whether the engine has ended, and the task `output_handler` ends when it does;
   `shutdown()` ends its processes.
 """
@@ -33,6 +34,7 @@ _METHODS = {
     "abort": ("request_id",),
     "collective_rpc": ("method", "args"),
     "shutdown": (),
+    "get_supported_tasks": (),
 }
 
 
@@ -51,6 +53,17 @@ def build_async_llm(model: str, arguments: dict[str, Any]) -> Any:
     check_methods(llm.renderer, {"render_cmpl_async": ("prompts",)})
     check_methods(llm.engine_core, {"call_utility_async": ("method",)})
     return llm
+
+
+async def ask_once(llm: Any) -> None:
+    """Have the engine answer what every request asks it, and only the first one waits for.
+
+    That one would wait for ever if the engine ended meanwhile.
+
+    Raises:
+        vllm's EngineDeadError: as `call_workers` does.
+    """
+    await _answer(llm, llm.get_supported_tasks)
 
 
 async def generate(llm: Any, request: Request) -> AsyncGenerator[Any, None]:

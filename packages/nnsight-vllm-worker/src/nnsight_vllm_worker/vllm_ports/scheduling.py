@@ -20,6 +20,7 @@ import logging
 from typing import Any
 
 from nnsight_core.outputs import STOPPED
+from nnsight_vllm_worker.vllm_ports import orphans
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
 from nnsight_vllm_worker.vllm_ports.holding import Holding, listen
 
@@ -129,5 +130,7 @@ def scheduler(*args: Any, **kwargs: Any) -> Any:
             self.scheduler_config.enable_chunked_prefill = may and self._chunks
             self.scheduler_config.long_prefill_token_threshold = self._threshold if may else 0
 
+    orphans.end_with_parent()
+    orphans.core_ignores_interrupts()
     listen()
     return Ours(*args, **kwargs)

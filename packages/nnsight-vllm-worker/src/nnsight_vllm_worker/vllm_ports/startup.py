@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsight_core.errors import EngineError, NNsightError, WriteError
-from nnsight_vllm_worker.vllm_ports import death
+from nnsight_vllm_worker.vllm_ports import death, orphans
 
 CAUSES = "NNSIGHT_START_CAUSES"
 """Environment variable: the file into which a starting engine's processes write what failed."""
@@ -89,7 +89,8 @@ def root_cause() -> Iterator[None]:
         path = Path(folder) / "causes"
         os.environ[CAUSES] = str(path)
         try:
-            yield
+            with orphans.holding():
+                yield
         except NNsightError:
             raise
         except Exception as error:

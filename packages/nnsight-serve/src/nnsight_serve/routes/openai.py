@@ -1,0 +1,33 @@
+"""What any OpenAI client asks of a server, answered by vLLM's own code."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from nnsight_serve.engine import Engine
+from nnsight_serve.openai import Passed
+from nnsight_serve.refusals import refusals
+
+_BODY = {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "vLLM refuses it.", "content": {"application/json": {}}},
+    "5XX": {"description": "vLLM failed.", "content": {"application/json": {}}},
+    **refusals(401, 429, 503),
+}
+
+routes = APIRouter()
+
+
+@routes.post("/completions", responses=_ANSWERS, openapi_extra={"requestBody": _BODY})
+@routes.post("/chat/completions", responses=_ANSWERS, openapi_extra={"requestBody": _BODY})
+async def generate(request: Request, _: Engine) -> Passed:
+    """As vLLM has it, on this engine; `edits` in the body chooses among the installed edits."""
+    request.state.account.take(1)
+    return await models(request, _)
+
+
+@routes.get("/models", responses=_ANSWERS)
+async def models(request: Request, _: Engine) -> Passed:
+    """As vLLM has it."""
+    state = request.app.state
+    return Passed(state.openai, state.settings.max_body)

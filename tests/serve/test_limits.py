@@ -1,0 +1,266 @@
+"""Several callers with keys of their own, what each may have, and what is told of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nnsight_client import VLLM
+from nnsight_core import BlockTimeout, BusyError, PolicyError, SaveLimitError
+from nnsight_core.wire.messages import InvokeData, TraceMessage
+from tests.fixtures.server import Server, serving
+
+PROMPT = "The Eiffel Tower is in the city of"
+MAX_SAVES = 50_000
+
+
+@pytest.fixture(scope="module")
+def limited(gpt2_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of three callers, each with four requests, of six in all."""
+    folder = tmp_path_factory.mktemp("limited")
+    keys = folder / "keys"
+    keys.write_text("# for the tests\nann:key of ann\nbob:key of bob\ncarl:key of carl\n")
+    flags = ["--api-keys-file", str(keys), "--max-concurrent", "4", "--max-requests", "6"]
+    flags += ["--max-saves", str(MAX_SAVES), "--block-timeout", "1", "--log-format", "json"]
+    with serving(folder, gpt2_path, *flags) as server:
+        server.key = "key of carl"
+        yield server
+
+
+def client_of(server: Server, path: str, name: str) -> VLLM:
+    return VLLM(path, serve=server.url, api_key=f"key of {name}")
+
+
+def asking(server: Server, name: str, requests: int, **headers: str) -> httpx.Response:
+    """The answer to some plain requests of a caller."""
+    invokes = [InvokeData(prompt=PROMPT, sampling={"max_tokens": 2})] * requests
+    body = TraceMessage(invokes=invokes).frame().to_bytes()
+    headers = {"Authorization": f"Bearer key of {name}", **headers}
+    return httpx.post(f"{server.url}/v1/trace", content=body, headers=headers, timeout=60)
+
+
+def measured(server: Server) -> dict[tuple[str, ...], float]:
+    """Every sample of the metrics, by its name and what its labels say."""
+    text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    return {(s.name, *s.labels.values()): s.value for s in samples}
+
+
+def logged(server: Server, **about: Any) -> list[dict[str, Any]]:
+    """The lines about requests that say this."""
+    lines = [json.loads(at) for at in server.log.read_text().splitlines() if at.startswith("{")]
+    return [line for line in lines if about.items() <= line.items()]
+
+
+def line_of(server: Server, **about: Any) -> dict[str, Any]:
+    """The line about the one request that this is true of; it comes after the answer."""
+    while not (lines := logged(server, **about)):
+        time.sleep(0.05)
+    (line,) = lines
+    return line
+
+
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """While the engine stands still, so that what is in it stays."""
+    below = server.processes()[1:]
+    for process in below:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in below:
+            # One that was told to end meanwhile may be gone.
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def filled(server: Server, **requests: int) -> Iterator[list[httpx.Response]]:
+    """While so many requests of each are in the engine; gives their answers in the end."""
+    answers: list[httpx.Response] = []
+
+    def ask(name: str, count: int) -> None:
+        answers.append(asking(server, name, count))
+
+    asks = [threading.Thread(target=ask, args=pair) for pair in requests.items()]
+    with stopped(server):
+        for thread in asks:
+            thread.start()
+        while measured(server)["nnsight_engine_requests",] < sum(requests.values()):
+            time.sleep(0.05)
+        yield answers
+    for thread in asks:
+        thread.join()
+
+
+def test_each_key_has_a_name_and_no_other_is_let_in(limited, gpt2_path):
+    for name in ("ann", "bob"):
+        assert client_of(limited, gpt2_path, name).generate(PROMPT, max_tokens=1)
+    with pytest.raises(PolicyError):
+        client_of(limited, gpt2_path, "dora").generate(PROMPT, max_tokens=1)
+    for name in ("ann", "bob", ""):
+        assert line_of(limited, caller=name, kind="trace")
+    assert "key of" not in limited.log.read_text()
+
+
+def test_a_key_has_so_many_requests_in_the_engine_and_no_more(limited, gpt2_path):
+    with filled(limited, ann=3) as answers:
+        with pytest.raises(BusyError, match="2 more .* 3 of this key .* may have 4") as caught:
+            with client_of(limited, gpt2_path, "ann").trace(max_tokens=1) as tracer:
+                for _ in range(2):
+                    with tracer.invoke(PROMPT):
+                        pass
+        assert caught.value.retry_after == 1.0
+        refused = asking(limited, "ann", 2)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+    assert [answer.status_code for answer in answers] == [200]
+    assert asking(limited, "ann", 4).status_code == 200
+
+
+def test_the_engine_takes_so_many_requests_of_all_keys(limited):
+    with filled(limited, ann=4, bob=2) as answers:
+        refused = asking(limited, "carl", 1)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+        assert refused.json()["error"]["type"] == "BusyError"
+        assert "6 are in the engine" in refused.json()["error"]["message"]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert asking(limited, "carl", 1).status_code == 200
+
+
+def test_what_could_never_be_taken_is_told_so(limited):
+    refused = asking(limited, "ann", 5)
+    assert refused.status_code == 413 and "retry-after" not in refused.headers
+    assert refused.json()["error"]["limit"] == 4
+    assert "several traces" in refused.json()["error"]["message"]
+
+
+def test_a_request_that_saves_too_much_is_an_error_of_its_own(limited, gpt2_path):
+    model = client_of(limited, gpt2_path, "ann")
+    rows = len(model.tokenizer(PROMPT)["input_ids"])
+    with pytest.raises(SaveLimitError, match=f"large.*does not fit.* {MAX_SAVES} bytes"):
+        with model.trace(max_tokens=2, ignore_eos=True) as tracer:
+            with tracer.invoke(PROMPT):
+                small = model.transformer.h[0].output.save()
+                large = model.logits.expand(MAX_SAVES, -1).save()
+            with tracer.invoke(PROMPT):
+                other = model.transformer.h[1].output.save()
+                result = tracer.result.save()
+    assert small.shape == other.shape == (rows, 96)
+    assert len(result.outputs[0].token_ids) == 2 and limited.live() == 0
+
+
+@pytest.mark.parametrize(("count", "fits"), [(1, True), (3, False)])
+def test_sequences_of_a_request_share_what_it_may_bring_home(limited, gpt2_path, count, fits):
+    model = client_of(limited, gpt2_path, "ann")
+    caught: list[Exception] = []
+    try:
+        with model.trace(PROMPT, n=count, max_tokens=1):
+            values = model.logits.new_zeros(5_000).save()
+    except* SaveLimitError as group:
+        caught += group.exceptions
+    assert bool(caught) is not fits
+
+
+def test_what_is_streamed_ends_where_it_is_too_much(limited, gpt2_path):
+    came: list[Any] = []
+
+    async def watch() -> None:
+        model = VLLM(gpt2_path, serve=limited.url, api_key="key of ann", mode="async")
+        with model.trace(PROMPT, max_tokens=240, ignore_eos=True) as tracer:
+            hidden = [].save()
+            for _ in tracer.all():
+                hidden.append(model.transformer.h[3].output[-1])
+        try:
+            async for output in tracer.backend:
+                came.extend(output.new_saves.get("hidden", ()))
+        finally:
+            await model.aclose()
+
+    with pytest.raises(SaveLimitError, match="hidden.*does not fit"):
+        asyncio.run(watch())
+    size = 96 * 4
+    assert MAX_SAVES // size // 2 < len(came) <= MAX_SAVES // size
+
+
+def test_a_block_that_holds_the_engine_ends_and_the_others_go_on(limited, gpt2_path):
+    model = client_of(limited, gpt2_path, "bob")
+    with pytest.raises(BlockTimeout):
+        with model.trace(max_tokens=1) as tracer:
+            with tracer.invoke(PROMPT):
+                while True:
+                    pass
+            with tracer.invoke(PROMPT):
+                other = model.transformer.h[1].output.save()
+    assert other.shape[1] == 96
+    line = line_of(limited, kind="trace", outcome="block_error", caller="bob")
+    assert line["error"].startswith("BlockTimeout") and line["level"] == "warning"
+
+
+def test_what_a_request_came_to_is_one_line(limited, gpt2_path):
+    answer = asking(limited, "carl", 2, **{"X-Request-Id": "mine/1"})
+    assert answer.headers["x-request-id"] == "mine/1"
+    line = line_of(limited, id="mine/1")
+    assert line["received"] == int(answer.request.headers["content-length"])
+    assert line["sent"] == len(answer.content) and line["seconds"] > 0
+    said = ("caller", "kind", "method", "path", "status", "outcome", "requests", "tokens")
+    expected = ["carl", "trace", "POST", "/v1/trace", 200, "ok", 2, 4]
+    assert [line[name] for name in said] == expected
+    assert (line["level"], line["error"], line["saved"]) == ("info", None, 0)
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 200, "a\tb"])
+def test_a_name_for_a_request_that_is_none_is_replaced(limited, given):
+    answer = asking(limited, "carl", 1, **{"X-Request-Id": given})
+    name = answer.headers["x-request-id"]
+    assert name != given and len(name) == 32 and line_of(limited, id=name)
+
+
+def test_the_metrics_tell_what_has_been(limited, gpt2_path):
+    model = client_of(limited, gpt2_path, "ann")
+    before = measured(limited)
+    with model.trace(PROMPT, max_tokens=3, ignore_eos=True) as tracer:
+        hidden = [].save()
+        for _ in tracer.all():
+            hidden.append(model.transformer.h[3].output)
+    assert asking(limited, "dora", 1).status_code == 401
+    after = measured(limited)
+
+    def grown(*name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    saved = sum(value.numel() * 4 for value in hidden)
+    assert grown("nnsight_requests_total", "ann", "trace", "ok") == 1
+    assert grown("nnsight_requests_total", "", "trace", "refused") == 1
+    assert grown("nnsight_saved_bytes_total") == saved
+    assert grown("nnsight_steps_total", "eager") == 3
+    assert grown("nnsight_block_seconds_total") > 0
+    assert grown("nnsight_sent_bytes_total", "trace") > saved
+    assert grown("nnsight_received_bytes_total", "trace") > 0
+    assert grown("nnsight_request_seconds_count", "trace") == 2
+    assert after["nnsight_engine_up",] == 1 and after["nnsight_engine_requests",] == 0
+    assert after["nnsight_blocks_live",] == after["nnsight_edits_installed",] == 0
+    assert after["nnsight_kept_bytes",] == after["nnsight_requests_open", "trace"] == 0
+    generated = [n for n in after if n[0] == "vllm:generation_tokens_total"]
+    assert sum(after[name] - before[name] for name in generated) == 3
+
+
+def test_an_engine_that_hangs_lives_and_is_not_ready(limited):
+    assert httpx.get(f"{limited.url}/ready").status_code == 200
+    with stopped(limited):
+        assert httpx.get(f"{limited.url}/health").status_code == 200
+        refused = httpx.get(f"{limited.url}/ready", timeout=30)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "3"
+        assert "has not answered for 3 seconds" in refused.json()["error"]["message"]
+    assert httpx.get(f"{limited.url}/ready", timeout=30).status_code == 200
