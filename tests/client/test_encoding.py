@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from nnsight_client.encoding import TraceEncoder
@@ -69,3 +70,15 @@ def test_blocks_with_other_values_keep_them_apart():
     for number, block in zip((1.0, 2.0), message.blocks, strict=True):
         (form,) = [part for part in tagged(block.names) if part["$"] == "tensor"]
         assert torch.equal(Decoder(frame.buffers).decode(form), torch.full((4,), number))
+
+
+def test_adapters_that_say_something_else_are_told_apart() -> None:
+    from nnsight_vllm_worker.prompts import lora_of
+
+    first, other, again = (lora_of({"name": "mine", "path": p}) for p in ("/a", "/b", "/a"))
+    assert first.lora_int_id == again.lora_int_id != other.lora_int_id
+    assert first.lora_name == again.lora_name != other.lora_name
+    assert (first.lora_path, other.lora_path) == ("/a", "/b") and lora_of(first) is first
+    for wrong in ({"name": "mine"}, {"name": "mine", "path": "/a", "id": 1}, "mine", 3):
+        with pytest.raises(TypeError, match="lora_request"):
+            lora_of(wrong)

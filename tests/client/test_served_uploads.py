@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nnsight_client import VLLM
+from nnsight_core import ProtocolError
 from nnsight_core.wire.code import digest_of
 from nnsight_core.wire.frames import MEDIA_TYPE
 
@@ -80,3 +81,20 @@ def test_the_vector_of_an_edit_is_sent_once(model, sent):
         model.generate(PROMPT, **ONE)
         edit.clear()
     assert sent[0] > vector.numel() * 4 > 10 * sent[2]
+
+
+def test_traces_share_a_connection_and_freed_handles_are_not_forgotten(model, server_url):
+    backend = model._servers.backend(server_url)
+    for _ in range(3):
+        with model.trace(PROMPT, **ONE):
+            hidden = model.transformer.h[3].output.keep()
+    pool = backend._http._transport_for_url(httpx.URL(server_url))._pool
+    assert len(pool.connections) == 1 and pool.connections[0].is_idle()
+    del hidden
+    backend.kept.disown(["one"])
+    backend.url, url = "http://127.0.0.1:9", backend.url
+    backend._http.base_url = backend.url
+    with pytest.raises(ProtocolError, match="No server answers"):
+        model.generate(PROMPT, **ONE)
+    backend.url, backend._http.base_url = url, url
+    assert "one" in backend.kept.ended()

@@ -28,6 +28,7 @@ class Asked:
         encoder: holds what is to be sent.
         refused: what is wrong with invokes that are not sent, as events.
         sent: which invokes are sent, by their index on the server.
+        begun: whether the server has begun to answer.
         done: whether the server has said everything.
 
     Raises:
@@ -45,7 +46,7 @@ class Asked:
         self.encoder = TraceEncoder(tokenizer, kept)
         self.refused: list[Event] = []
         self.sent: list[int] = []
-        self.done = False
+        self.begun = self.done = False
         self._invokes = invokes
         self._url = url
         self._kept = kept

@@ -8,16 +8,16 @@ from typing import Any
 import orjson
 
 from nnsight_core.backend import EditSpec, Invoke
-from nnsight_core.errors import EncodeError
+from nnsight_core.errors import EncodeError, EngineError
 from nnsight_core.kept import Kept, KeptValues
 from nnsight_core.wire.blocks import encode_block
-from nnsight_core.wire.code import CodeEncoder
+from nnsight_core.wire.code import CodeEncoder, digest_of
 from nnsight_core.wire.data import Encoder, Json
 from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_core.wire.messages import BlockData, InstallMessage, InvokeData, TraceMessage
 
-LORA = ("lora_name", "lora_int_id", "lora_path")
+LORA = ("lora_name", "lora_path")
 
 
 class TraceEncoder:
@@ -92,6 +92,19 @@ class TraceEncoder:
             if digest not in without:
                 self.blobs[digest] = bytes(content)
 
+    def check_unchanged(self) -> None:
+        """Refuse to send contents that have changed since they were taken along.
+
+        Raises:
+            EngineError: one has.
+        """
+        for digest, content in self.blobs.items():
+            if not isinstance(content, bytes) and digest_of(content) != digest:
+                raise EngineError(
+                    "A tensor that a block uses has changed while its request was on the way, and "
+                    "the server no longer holds what it was. Run the trace again."
+                )
+
     def frame(self, without: Collection[str] = (), **about: Any) -> Frame:
         """The message with everything added so far.
 
@@ -155,7 +168,5 @@ class TraceEncoder:
 def _sendable(name: str, value: Any) -> Any:
     """A sampling argument as data; vLLM's own `LoRARequest` becomes what it is made of."""
     if name == "lora_request" and all(hasattr(value, part) for part in LORA):
-        return dict(
-            zip(("name", "id", "path"), (getattr(value, part) for part in LORA), strict=True)
-        )
+        return dict(zip(("name", "path"), (getattr(value, part) for part in LORA), strict=True))
     return value

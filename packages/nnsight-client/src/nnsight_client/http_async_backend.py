@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from nnsight_client.refusals import error_of, missing_in
 from nnsight_core.async_run import need_loop
 from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
-from nnsight_core.errors import EngineError
+from nnsight_core.errors import EngineError, ProtocolError
 from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import MEDIA_TYPE, Frame, FrameReader
@@ -49,16 +50,25 @@ class HttpAsyncBackend:
         return self._run(asked, streams)
 
     async def _run(self, asked: Asked, streams: Callable[[], bool]) -> AsyncGenerator[Event, None]:
-        about = {**self.now.about(), "streams": streams()}
+        streaming = streams()
         for event in asked.refused:
             yield event
         if not asked.sent:
             return
-        async for frame in self._frames(asked, about):
-            for event in asked.events(frame):
-                yield event
-            if asked.done:
-                return
+        about = {**self.now.about(), "streams": streaming}
+        try:
+            async with aclosing(self._frames(asked, about)) as frames:
+                async for frame in frames:
+                    asked.begun = True
+                    for event in asked.events(frame):
+                        yield event
+        except ProtocolError:
+            # As in `HttpBackend.submit`.
+            if not asked.done:
+                raise
+        finally:
+            if not asked.begun:
+                self.kept.disown(about["freed"])
         asked.end()
 
     @property
@@ -70,22 +80,27 @@ class HttpAsyncBackend:
         return await asyncio.to_thread(self.now.describe)
 
     async def install(self, edit: EditSpec) -> EditInfo:
-        encoder = self.now.encoded(edit)
+        # To ask for the tree here would hold up the loop.
+        encoder = self.now.encoded(edit, later=True)
         held = self.now.held
+        encoder.take_along(held)
 
-        async def ask() -> httpx.Response:
-            content = encoder.install(edit, owner(), held).to_bytes()
+        async def ask(without: Collection[str]) -> httpx.Response:
+            content = encoder.install(edit, owner(), without).to_bytes()
             how = {"headers": {"Content-Type": MEDIA_TYPE}, "timeout": thinking()}
             return await self._send("POST", "/v1/edits", content=content, **how)
 
         with speaking(self.now.url):
-            answer = await ask()
+            answer = await ask(held)
             if missing_in(answer) is not None:
                 held -= set(encoder.blobs)
-                answer = await ask()
+                encoder.check_unchanged()
+                answer = await ask(())
         return self.now.installed(answer, edit, encoder)
 
     async def clear(self, ids: list[str] | None) -> None:
+        if ids == []:
+            return  # which the address cannot say
         params = {} if ids is None else {"id": ids}
         with speaking(self.now.url):
             answer = await self._send("DELETE", "/v1/edits", params=params)
@@ -97,7 +112,8 @@ class HttpAsyncBackend:
         return self.now.edits()
 
     async def aclose(self) -> None:
-        if self._http is not None:
+        # Those of a loop that has ended are closed with it.
+        if self._http is not None and self._loop is need_loop():
             await self._http.aclose()
         await asyncio.to_thread(self.now.close)
 
@@ -124,20 +140,24 @@ class HttpAsyncBackend:
             await response.aread()
         return response
 
-    async def _frames(self, asked: Asked, about: dict[str, Any]) -> AsyncIterator[Frame]:
+    async def _frames(self, asked: Asked, about: dict[str, Any]) -> AsyncGenerator[Frame, None]:
         """Ask for a trace; the frames that come back, as they come."""
         url, held, blobs = self.now.url, self.now.held, set(asked.encoder.blobs)
         reader = FrameReader()
-        for _ in range(2):
-            parts, headers = sendable(asked.encoder.frame(held, **about), near(url))
+        for left_out in (held & blobs, set[str]()):
+            frame = asked.encoder.frame(left_out, **about)
+            # Packing holds up the loop, and copying does not for long.
+            pack = partial(sendable, frame, near(url))
+            parts, headers = pack() if near(url) else await asyncio.to_thread(pack)
             with speaking(url):
                 how = {"content": _Pieces(parts), "headers": headers}
                 send = partial(self._client().stream, "POST", "/v1/trace", **how)
                 async with sending_async(send, self.now.retries) as response:
                     if not response.is_success:
                         await response.aread()
-                        if missing_in(response) is not None and held & blobs:
+                        if missing_in(response) is not None and left_out:
                             held -= blobs
+                            asked.encoder.check_unchanged()
                             continue
                     check(response, url)
                     held |= blobs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from nnsight_client.patience import RETRIES, sending
 from nnsight_client.refusals import error_of, missing_in, no_server, other_version, refusal_in
 from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
-from nnsight_core.errors import LocationError, NNsightError
+from nnsight_core.errors import LocationError, NNsightError, ProtocolError
 from nnsight_core.kept import Kept, KeptValues
 from nnsight_core.sampling import SamplingNames, normalise
 from nnsight_core.tree import ModelTree
@@ -73,16 +73,23 @@ class HttpBackend:
             return
         about = self.about()
         contents = set(asked.encoder.blobs)
-        for frame in self._frames(lambda held: asked.encoder.frame(held, **about), contents):
-            yield from asked.events(frame)
-            if asked.done:
-                return
+        try:
+            for frame in self._frames(lambda held: asked.encoder.frame(held, **about), contents):
+                asked.begun = True
+                yield from asked.events(frame)
+        except ProtocolError:
+            # What was to be said was said; the rest keeps the connection for the next trace.
+            if not asked.done:
+                raise
+        finally:
+            if not asked.begun:
+                self.kept.disown(about["freed"])
         asked.end()
 
     def install(self, edit: EditSpec) -> EditInfo:
         encoder = self.encoded(edit)
 
-        def ask(without: set[str]) -> httpx.Response:
+        def ask(without: Collection[str]) -> httpx.Response:
             content = encoder.install(edit, owner(), without).to_bytes()
             how = {"headers": {"Content-Type": MEDIA_TYPE}, "timeout": thinking()}
             return self._send("POST", "/v1/edits", content=content, **how)
@@ -91,10 +98,12 @@ class HttpBackend:
             answer = ask(self.held)
             if missing_in(answer) is not None:
                 self.held -= set(encoder.blobs)
-                answer = ask(self.held)
+                answer = ask(())
         return self.installed(answer, edit, encoder)
 
     def clear(self, ids: list[str] | None) -> None:
+        if ids == []:
+            return  # which the address cannot say
         params = {} if ids is None else {"id": ids}
         self._ask("DELETE", "/v1/edits", params=params)
         self.cleared(ids)
@@ -177,9 +186,10 @@ class HttpBackend:
         """What a trace tells the server besides its invokes."""
         return {"freed": self.kept.ended(), "zstd": not near(self.url)}
 
-    def encoded(self, edit: EditSpec) -> TraceEncoder:
-        """The block of an edit, encoded for this server."""
-        self._check(edit.invoke)
+    def encoded(self, edit: EditSpec, later: bool = False) -> TraceEncoder:
+        """The block of an edit, encoded for this server; `later` as in `asked`."""
+        if not later:
+            self._check(edit.invoke)
         encoder = TraceEncoder(self._tokenizer, self.kept)
         encoder.block(edit.invoke)
         return encoder
@@ -226,7 +236,7 @@ class HttpBackend:
             # What was known may be out of date, or of another server.
             check_block(invoke, self.describe())
 
-    def _frames(self, make: Callable[[set[str]], Frame], blobs: set[str]) -> Iterator[Frame]:
+    def _frames(self, make: Callable[[Collection[str]], Frame], blobs: set[str]) -> Iterator[Frame]:
         """Send what is made; the frames that come back, as they come.
 
         Args:
@@ -234,15 +244,15 @@ class HttpBackend:
             blobs: the contents that it needs.
         """
         reader = FrameReader()
-        for _ in range(2):
-            parts, headers = sendable(make(self.held), near(self.url))
+        for left_out in (self.held & blobs, set()):
+            parts, headers = sendable(make(left_out), near(self.url))
             with speaking(self.url):
                 how = {"content": parts, "headers": headers}
                 send = partial(self._http.stream, "POST", "/v1/trace", **how)
                 with sending(send, self.retries) as response:
                     if not response.is_success:
                         response.read()
-                        if missing_in(response) is not None and self.held & blobs:
+                        if missing_in(response) is not None and left_out:
                             self.held -= blobs
                             continue
                     check(response, self.url)

@@ -8,7 +8,7 @@ import httpx
 from pydantic import ValidationError
 
 from nnsight_core.backend import Invoke
-from nnsight_core.errors import BusyError, ProtocolError
+from nnsight_core.errors import BlockError, BusyError, ProtocolError
 from nnsight_core.wire.blocks import refusal_of
 from nnsight_core.wire.errors import ErrorRecord, rebuild_error
 from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, read_frame
@@ -28,6 +28,8 @@ def error_of(response: httpx.Response, url: str) -> BaseException:
         versions = details.get("versions")
         known = f" It knows version {_listed(versions)}, this client {VERSION}." if versions else ""
         return ProtocolError(f"The server at {url} did not understand: {error}{known}")
+    if not isinstance(error, Exception):  # one that would end this process
+        error = BlockError(f"{type(error).__name__}: {error}")
     error.add_note(f"Refused by the server at {url}.")
     return error
 

@@ -249,7 +249,12 @@ class KeptValues:
 
     def flush(self) -> None:
         """Let go what the handles that have ended stood for."""
-        self._let_go(self.ended(), "its handle was freed")
+        ids = self.ended()
+        try:
+            self._let_go(ids, "its handle was freed")
+        except BaseException:
+            self._ended.extend(ids)
+            raise
 
     def close(self) -> None:
         """The engine has ended, and what was on it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,7 +36,11 @@ async def read_frame(request: Request, limit: int) -> Frame:
             size += len(chunk)
             if size > limit:
                 raise too_large(limit)
-            frames.extend(reader.feed(chunk))
+            if reader.packed:
+                # To unpack much would make every other request wait.
+                frames += await asyncio.to_thread(lambda chunk=chunk: list(reader.feed(chunk)))
+            else:
+                frames += reader.feed(chunk)
         reader.end()
     except FrameTooLarge:
         raise too_large(limit) from None

@@ -9,7 +9,6 @@ from contextlib import aclosing, suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nnsight_core.errors import EngineDeadError
 from nnsight_core.wire.frames import MEDIA_TYPE, Buffer, Frame
 from nnsight_core.wire.messages import AliveMessage, DoneMessage, FinishedMessage
 from nnsight_core.wire.went import WentSender
@@ -56,7 +55,8 @@ async def frames_of(
                 else:
                     yield FinishedMessage(key=str(index), output=what).frame()
         over = True
-    except EngineDeadError as error:
+    except Exception as error:
+        # The engine has ended, or an edit that was asked for has been cleared meanwhile.
         for index in sorted(left):
             yield _finished(index, error)
         over = True
@@ -125,7 +125,12 @@ class FrameResponse(Response):
         )
         async with aclosing(self._frames) as frames:
             async for frame in frames:
-                for piece in _pieces(frame.parts(self._compress)):
+                if self._compress and sum(memoryview(b).nbytes for b in frame.buffers) > PIECE:
+                    # To pack much would make every other request wait.
+                    parts = await asyncio.to_thread(frame.parts, True)
+                else:
+                    parts = frame.parts(self._compress)
+                for piece in _pieces(parts):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

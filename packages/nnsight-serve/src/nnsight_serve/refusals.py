@@ -53,6 +53,7 @@ _SAYS = {
     409: "Contents that it names are not here (any more); send them again.",
     413: "The body, or the number of its requests, is above a limit.",
     429: "The key has as many requests in the engine as it may.",
+    501: "The engine has no tokenizer to hand out.",
     503: "The engine has ended or has too much to do, or the server is shutting down.",
 }
 

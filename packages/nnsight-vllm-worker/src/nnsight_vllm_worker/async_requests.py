@@ -14,6 +14,7 @@ from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_vllm_worker.convert import output_of
 from nnsight_vllm_worker.engine import DEAD, NEVER_ANSWERED, PATIENCE, Output
 from nnsight_vllm_worker.progress import Progress
+from nnsight_vllm_worker.requests import handles_of
 from nnsight_vllm_worker.submission import Request
 from nnsight_vllm_worker.vllm_ports import async_startup, startup
 
@@ -77,6 +78,9 @@ class Requests:
                 failed = [r._request for r in self._requests if r._progress.failed]
                 doubtful = [digest for request in failed for digest in request.blobs]
                 await self._engine.release(self._digests, doubtful)
+            unread = [handle for frame in self._waiting.frames() for handle in handles_of(frame)]
+            if unread:
+                await self._engine.rpc("nnsight_let_go", unread, "nobody waited for it")
         except EngineDeadError:
             # Nothing is left to clean up in an engine that has ended.
             return
@@ -106,6 +110,15 @@ class _Waiting:
         self._count(what, -1)
         self._taken.set()
         return key, what
+
+    def frames(self) -> list[Frame]:
+        """The frames with saves that nobody has taken; nothing is left after that."""
+        left: list[Frame] = []
+        while not self._queue.empty():
+            _, what = self._queue.get_nowait()
+            if isinstance(what, Frame) and what.header["kind"] in ("ended", "saved"):
+                left.append(what)
+        return left
 
     @property
     def much(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,9 +102,11 @@ def _wrong_kind(named: dict[str, Any], error: TypeError) -> TypeError:
 def lora_of(value: Any) -> Any:
     """The adapter of a request: a `LoRARequest` of vLLM's, or a dict of what one is made of.
 
+    vLLM knows an adapter by its number, and what is cached under it by its name, so that each dict
+    that says something else gets a number and a name that nothing else has.
+
     Args:
-        value: with `name`, `path` (where the engine runs), and `id` if it is not to follow the
-            name.
+        value: with `name` and `path` (where the engine runs).
 
     Raises:
         TypeError: it is something else.
@@ -114,20 +115,21 @@ def lora_of(value: Any) -> Any:
 
     if value is None or isinstance(value, LoRARequest):
         return value
-    if isinstance(value, Mapping) and {"name", "path"} <= value.keys() <= {"name", "path", "id"}:
-        name, path, id = value["name"], value["path"], value.get("id")
-        if isinstance(name, str) and isinstance(path, str) and isinstance(id, int | None):
+    if isinstance(value, Mapping) and set(value) == {"name", "path"}:
+        name, path = value["name"], value["path"]
+        if isinstance(name, str) and isinstance(path, str):
+            number = _ADAPTERS.setdefault((name, path), _FIRST + len(_ADAPTERS))
             with refusals():
-                return LoRARequest(name, _number(name) if id is None else id, path)
+                return LoRARequest(f"{name}#{number}", number, path)
     raise TypeError(
-        f"lora_request={value!r}: it is a vllm.lora.request.LoRARequest, or a dict of `name`, "
-        "`path` and perhaps `id` (a number above 0)."
+        f"lora_request={value!r}: it is a vllm.lora.request.LoRARequest, or a dict of `name` and "
+        "`path`."
     )
 
 
-def _number(name: str) -> int:
-    """A number for an adapter that was given none: the same for the same name."""
-    return 1 + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) // 2
+_FIRST = 1 << 24
+"""Above what people number theirs with, and vLLM's own flags do."""
+_ADAPTERS: dict[tuple[str, str], int] = {}
 
 
 @functools.cache

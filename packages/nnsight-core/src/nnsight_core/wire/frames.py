@@ -117,6 +117,11 @@ class FrameReader:
             header, body, self._header, self._body = self._header, self._body, None, bytearray()
             yield _frame(header, body, bool(self._flags & _ZSTD), self._limit)
 
+    @property
+    def packed(self) -> bool:
+        """Whether what is coming has a body that will be unpacked."""
+        return self._header is not None and bool(self._flags & _ZSTD)
+
     def end(self) -> None:
         """Say that the stream is over.
 

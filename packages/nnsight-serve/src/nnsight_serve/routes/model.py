@@ -24,6 +24,7 @@ class Described(BaseModel):
         model, engine: what runs, and on what.
         tree: the model's locations.
         settings: the engine arguments that are not left to vLLM, each with its reason.
+        sampling: the names of the sampling arguments that are known.
         max_body: the most bytes that the body of a request may have.
         live: how many blocks are in the engine.
         counts: what else is.
@@ -34,6 +35,7 @@ class Described(BaseModel):
     engine: str
     tree: ModelTree
     settings: list[dict[str, Any]]
+    sampling: list[str]
     max_body: int
     live: int
     counts: dict[str, int]

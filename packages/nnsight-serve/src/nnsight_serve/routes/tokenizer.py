@@ -7,13 +7,18 @@ from fastapi import APIRouter, Request, Response
 from nnsight_core.errors import NotSupportedError
 from nnsight_core.wire.frames import MEDIA_TYPE
 from nnsight_core.wire.tokenizer import digest_of, files_of, frame_of
+from nnsight_serve.body import ANSWERED
 from nnsight_serve.engine import Engine
-from nnsight_serve.refusals import Refused
+from nnsight_serve.refusals import Refused, refusals
 
 routes = APIRouter()
 
 
-@routes.get("/tokenizer")
+@routes.get(
+    "/tokenizer",
+    response_class=Response,
+    responses={200: ANSWERED, 304: {"description": "It is the one known."}, **refusals(501)},
+)
 async def tokenizer(request: Request, engine: Engine) -> Response:
     """The files of the model's tokenizer, as one frame; 304 to whoever has them."""
     state = request.app.state
