@@ -1,8 +1,8 @@
 """The image of the server, run by a Docker engine as users run it; skipped where none runs.
 
-Of the environment: `NNSIGHT_IMAGE` names an image that is there already; without it the CPU image
-is built, from the base image `NNSIGHT_BASE` and with the options for pip `NNSIGHT_PIP_ARGS`, if
-given. Containers share the host's network, which every engine on Linux can.
+Of the environment: `NNSIGHT_IMAGE` names the image. With `NNSIGHT_IMAGE=build` the CPU image is
+built first, from the base image `NNSIGHT_BASE` and with the options for pip `NNSIGHT_PIP_ARGS`, if
+given; that takes minutes and some gigabytes. Containers share the host's network.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def engine() -> Iterator[docker.DockerClient]:
 @pytest.fixture(scope="module")
 def image(engine: docker.DockerClient) -> Iterator[str]:
     """The name of the image."""
-    if name := os.environ.get("NNSIGHT_IMAGE"):
+    name = os.environ.get("NNSIGHT_IMAGE")
+    if name is None:
+        pytest.skip("NNSIGHT_IMAGE names no image; NNSIGHT_IMAGE=build builds the CPU image first")
+    if name != "build":
         yield name
         return
     given = {"BASE": "NNSIGHT_BASE", "PIP_ARGS": "NNSIGHT_PIP_ARGS"}
