@@ -7,6 +7,8 @@ PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Passed on to the tool behind a verb: make test ARGS="tests/core -k wire"
 ARGS ?=
+# The Dockerfile that `make image` builds: docker/IMAGE.Dockerfile.
+IMAGE ?= serve-cpu
 
 # What means the same on a server runs there a second time (tests/fixtures/served.py).
 SERVED_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers edits errors features \
@@ -14,6 +16,7 @@ SERVED_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers 
 
 PACKAGES := $(addprefix packages/nnsight-,core vllm-worker serve client)
 CLIENT_PACKAGES := $(addprefix packages/nnsight-,core client)
+SERVER_PACKAGES := $(addprefix packages/nnsight-,core vllm-worker serve)
 CLIENT_SOURCES := $(shell find $(CLIENT_PACKAGES) -name '*.py' -o -name pyproject.toml -o -name README.md)
 
 PY := .venv/bin/python
@@ -23,7 +26,7 @@ PIP := -m pip --disable-pip-version-check -qq
 WHEEL := $(PIP) wheel --no-deps --no-build-isolation --wheel-dir
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench docs test-gpu wheels pins clean distclean
+.PHONY: help demo test lint format bench docs test-gpu wheels image pins clean distclean
 
 help: ## List the verbs
 	@echo 'make VERB [ARGS="..."] [PYTHON=python3.12] [TORCH_INDEX=URL]'
@@ -69,9 +72,13 @@ wheels: .venv/.ready ## Build the four wheels into dist/
 	$(PY) $(WHEEL) dist $(PACKAGES)
 	@ls dist
 
+image: ## Build the CPU image nnsight-serve-cpu (IMAGE=serve: nnsight-serve, for GPUs), with ARGS
+	docker build $(ARGS) --file docker/$(IMAGE).Dockerfile --tag nnsight-$(IMAGE) .
+
 pins: ## Resolve requirements/*.txt anew (needs uv; ARGS=--upgrade takes newer versions)
 	$(call pin,requirements/cpu.in,requirements/cpu.txt)
 	$(call pin,-c requirements/cpu.txt $(CLIENT_PACKAGES:=/pyproject.toml),requirements/client.txt)
+	$(call pin,-c requirements/cpu.txt --extra cpu $(SERVER_PACKAGES:=/pyproject.toml),requirements/serve-cpu.txt)
 
 clean: ## Remove what was built; environments and models stay
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis

@@ -70,12 +70,12 @@ def waits(monkeypatch, tmp_path):
     """How long was waited, without waiting."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found: list[float] = []
-    monkeypatch.setattr(patience.time, "sleep", found.append)
+    monkeypatch.setattr(patience, "sleep", found.append)
 
     async def noted(seconds: float) -> None:
         found.append(seconds)
 
-    monkeypatch.setattr(patience.asyncio, "sleep", noted)
+    monkeypatch.setattr(patience, "sleep_async", noted)
     return found
 
 
@@ -130,7 +130,7 @@ def test_what_only_asks_is_asked_again(waits):
 
 def test_a_connection_that_could_not_be_made_is_tried_again(waits, monkeypatch):
     tries: list[float] = []
-    monkeypatch.setattr(patience.time, "sleep", tries.append)
+    monkeypatch.setattr(patience, "sleep", tries.append)
     with pytest.raises(ProtocolError, match="No server answers"):
         VLLM("unused", serve="http://127.0.0.1:1").generate("Hello")
     assert tries == [0.1, 0.2, 0.4]
@@ -149,7 +149,7 @@ def test_a_server_that_comes_up_meanwhile_is_found(monkeypatch):
             started.append(socket.create_server(("127.0.0.1", port)))
             threading.Thread(target=lambda: _answer(started[0]), daemon=True).start()
 
-    monkeypatch.setattr(patience.time, "sleep", up)
+    monkeypatch.setattr(patience, "sleep", up)
     assert VLLM("unused", serve=f"http://127.0.0.1:{port}").generate("Hello")[0].finished
     started[0].close()
 

@@ -80,6 +80,18 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
     assert read("m", "--api-key", "other==").api_keys == {"key1": "other=="}
 
 
+def test_the_address_may_come_from_the_environment(monkeypatch, capsys):
+    monkeypatch.setenv("NNSIGHT_HOST", "0.0.0.0")
+    monkeypatch.setenv("NNSIGHT_PORT", "7001")
+    settings = read("m")
+    assert (settings.host, settings.port) == ("0.0.0.0", 7001)
+    settings = read("m", "--host", "::1", "--port", "7002")
+    assert (settings.host, settings.port) == ("::1", 7002)
+    monkeypatch.setenv("NNSIGHT_PORT", "high")
+    assert serve(["m"]) == 2
+    assert "invalid int value: 'high'" in capsys.readouterr().err
+
+
 def test_keys_have_names():
     keys = read(
         "m", "--api-key", "ann:one", "--api-key", "ben:two:x", "--api-key", "three"

@@ -10,6 +10,7 @@ from nnsight_core.wire.frames import read_frame
 from nnsight_core.wire.messages import BlockData, BlockMessage, InvokeData, TraceMessage, expect
 from nnsight_serve.incoming import trace_of
 from nnsight_serve.uploads import Missing, Uploads
+from nnsight_vllm_worker.prompts import prompt_of
 from nnsight_vllm_worker.requests import EXTRA
 
 CONTENT = b"the content of a large tensor"
@@ -117,3 +118,30 @@ def test_contents_that_neither_came_nor_are_here_are_asked_for():
     # What is larger than all that may stay passes through.
     large = bytes(len(CONTENT) + 1)
     assert uploads.take(["large"], {"large": large}) == {"large": large} and uploads.bytes == 5
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"$": "range", "v": [0, 10**10, 1]},
+        {"$": "dict", "k": ["input_ids"], "v": [{"$": "range", "v": [0, 10**10, 1]}]},
+        {"$": "list", "#": 0, "v": [1, {"$": "ref", "#": 0}]},
+    ],
+)
+def test_a_few_bytes_do_not_stand_for_much(form):
+    for invoke in (InvokeData(prompt=form), InvokeData(prompt="a", sampling={"stop": form})):
+        with pytest.raises(ProtocolError, match="range, or one list twice"):
+            trace_of(TraceMessage(invokes=[invoke]).frame())
+
+
+def test_rows_are_counted_before_they_are_looked_at():
+    nested = [1]
+    for _ in range(40):
+        nested = [nested, nested]
+    with pytest.raises(ValueError, match="not 2 rows"):
+        prompt_of({"input_ids": nested})
+    with pytest.raises(ValueError, match="attention mask of 3"):
+        prompt_of({"input_ids": [1, 2], "attention_mask": [1, 1, 0]})
+    assert prompt_of({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}) == {
+        "prompt_token_ids": [1, 3]
+    }

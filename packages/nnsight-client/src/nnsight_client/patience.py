@@ -7,8 +7,7 @@ whatever became of it.
 
 from __future__ import annotations
 
-import asyncio
-import time
+from asyncio import sleep as sleep_async
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
@@ -19,6 +18,7 @@ from contextlib import (
     contextmanager,
 )
 from email.utils import parsedate_to_datetime
+from time import sleep
 
 import httpx
 
@@ -55,7 +55,7 @@ def sending(
                 if tried == retries or wait is None:
                     yield response
                     return
-        time.sleep(wait)
+        sleep(wait)
 
 
 @asynccontextmanager
@@ -76,7 +76,7 @@ async def sending_async(
                 if tried == retries or wait is None:
                     yield response
                     return
-        await asyncio.sleep(wait)
+        await sleep_async(wait)
 
 
 def _pause(error: httpx.TransportError, tried: int, harmless: bool = False) -> float | None:

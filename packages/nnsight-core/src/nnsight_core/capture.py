@@ -27,6 +27,7 @@ from typing import Any
 from nnsight_core.code import Code, compile_block, is_lazy
 from nnsight_core.errors import CaptureError
 from nnsight_core.kept import Kept
+from nnsight_core.parsing import parse
 
 WAY_OUT = "Give the block as a function instead: `model.trace(prompt, fn=function)`."
 
@@ -131,7 +132,7 @@ def _search(frame: FrameType) -> tuple[Code, ast.expr | None]:
 def _withs(text: str, filename: str) -> dict[int, list[ast.With]]:
     """The `with` statements of a file, by the lines on which they and their items start."""
     try:
-        tree = ast.parse(text, filename)
+        tree = parse(text, filename)
     except SyntaxError as error:
         raise CaptureError(
             f"{filename} cannot be read as Python ({error.msg}, line {error.lineno}): it was "

@@ -17,6 +17,7 @@ from types import CodeType
 
 from nnsight_core.errors import CaptureError, NotSupportedError
 from nnsight_core.names import Names, analyse, arguments_of, declared_outside
+from nnsight_core.parsing import parse
 from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.traceback import first_line, no_file
 
@@ -76,7 +77,7 @@ def compile_block(
     # A block is indented, as it stands in the file; a function's text may not be.
     indented = source[:1] in (" ", "\t")
     try:
-        tree = ast.parse(("if 1:\n" if indented else "") + source, filename)
+        tree = parse(("if 1:\n" if indented else "") + source, filename)
     except SyntaxError as error:
         raise CaptureError(
             f"The block at {filename}:{line} cannot be read as Python: {error.msg}."

@@ -18,6 +18,7 @@ from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.code import PURE_CALLS, PURE_METHODS, Code
 from nnsight_core.errors import LocationError
 from nnsight_core.node import Node, Operation, Source
+from nnsight_core.parsing import parse
 from nnsight_core.tracer import Captured
 from nnsight_core.tree import ModelTree
 
@@ -171,7 +172,7 @@ class _Same:
 
 def statements_of(code: Code) -> list[ast.stmt]:
     """A block's statements; their lines are `code.line - 2` before the user's."""
-    wrapper = ast.parse("if 1:\n" + code.source).body[0]
+    wrapper = parse("if 1:\n" + code.source).body[0]
     assert isinstance(wrapper, ast.If)
     return wrapper.body
 

@@ -16,6 +16,8 @@ from functools import lru_cache
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
+from nnsight_core.parsing import parse
+
 _CALL, _BIND = "__nnsight_call__", "__nnsight_bind__"
 
 
@@ -74,7 +76,7 @@ def _function(forward: Any) -> FunctionType | None:
 def _probe(code: CodeType) -> _Probed | None:
     try:
         lines, first = inspect.getsourcelines(code)
-        tree = ast.parse(textwrap.dedent("".join(lines)), code.co_filename)
+        tree = parse(textwrap.dedent("".join(lines)), code.co_filename)
     except (OSError, TypeError, SyntaxError):
         return None
     function = tree.body[0]
@@ -86,7 +88,7 @@ def _probe(code: CodeType) -> _Probed | None:
     function.body = [probes.visit(statement) for statement in function.body]
     # The probes and whatever the function closes over become free names of the new code.
     free = [_CALL, _BIND, *code.co_freevars]
-    outer = ast.parse(f"def outer({', '.join(dict.fromkeys(free))}): pass")
+    outer = parse(f"def outer({', '.join(dict.fromkeys(free))}): pass")
     wrapper = outer.body[0]
     assert isinstance(wrapper, ast.FunctionDef)
     wrapper.body = [function]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import sys
@@ -15,10 +16,12 @@ from nnsight_serve.server import Server
 from nnsight_serve.settings import (
     API_KEY,
     GRACE,
+    HOST,
     MAX_BODY,
     MAX_REQUESTS,
     MAX_SAVES,
     MAX_UPLOADS,
+    PORT,
     Settings,
     key_of_environment,
     keys_of,
@@ -114,8 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add: Any = parser.add_argument
     add("model", metavar="MODEL", help="the model's name or folder, as vLLM takes it")
-    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    add("--port", type=int, default=6677, help="port to listen on; 0 for a free one (%(default)s)")
+    host, port = os.environ.get(HOST, "127.0.0.1"), os.environ.get(PORT, "6677")
+    add("--host", default=host, help="address to listen on (%(default)s)")
+    add("--port", type=int, default=port, help="port to listen on; 0 for a free one (%(default)s)")
     add(
         "--api-key",
         metavar="[NAME:]KEY",

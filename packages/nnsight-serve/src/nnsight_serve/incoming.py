@@ -127,9 +127,23 @@ def _carried(data: BlockData, frame: Frame) -> Carried:
 
 
 def _request(invoke: InvokeData, block: Carried | None, frame: Frame) -> Request:
-    prompt = Decoder(frame.buffers).decode(invoke.prompt)
-    sampling = {n: Decoder(frame.buffers).decode(v) for n, v in invoke.sampling.items()}
+    prompt = _said(invoke.prompt, frame)
+    sampling = {name: _said(value, frame) for name, value in invoke.sampling.items()}
     return request_of(prompt, sampling, block, invoke.edits)
+
+
+def _said(form: Any, frame: Frame) -> Any:
+    """A prompt or a sampling argument, which is no longer than what came.
+
+    Raises:
+        ProtocolError: a few bytes of it would stand for more than memory holds.
+    """
+    for part in tagged(form):
+        if part["$"] in ("range", "ref"):
+            raise ProtocolError(
+                "A prompt or sampling argument holds a range, or one list twice. Send the numbers."
+            )
+    return Decoder(frame.buffers).decode(form)
 
 
 def _blobs(named: dict[str, int], frame: Frame) -> dict[str, Buffer]:

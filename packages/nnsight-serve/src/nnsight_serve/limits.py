@@ -6,6 +6,7 @@ five. Installing an edit counts one while it is being installed.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 from nnsight_core.errors import BusyError
@@ -25,8 +26,8 @@ class Limits:
         in_all: how many there may be, those that wait included.
 
     Attributes:
-        closing: whether nothing more is taken, since the server is shutting down; after so many
-            seconds it is gone.
+        closing: when the server will be gone, by `time.monotonic`, if it is shutting down and so
+            takes nothing more.
     """
 
     def __init__(self, of_key: int | None, in_all: int) -> None:
@@ -89,4 +90,5 @@ class Limits:
             Refused: it is.
         """
         if self.closing is not None:
-            raise Refused(503, BusyError("The server is shutting down.", self.closing))
+            left = max(self.closing - time.monotonic(), 1.0)
+            raise Refused(503, BusyError("The server is shutting down.", left))

@@ -34,7 +34,8 @@ class Pulse:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         done, _ = await asyncio.wait((self._asking,), timeout=within)
-        return bool(done) and self._engine.alive
+        well = bool(done) and not self._asking.cancelled() and self._asking.exception() is None
+        return well and self._engine.alive
 
     async def _ask(self) -> None:
         try:

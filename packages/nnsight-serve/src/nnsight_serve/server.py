@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -22,6 +23,8 @@ from nnsight_serve.settings import Settings
 SHUTTING_DOWN = "The server is shutting down."
 _TELLING = 3.0
 """Seconds in which what is left is told, and connections are closed."""
+_ENGINE = 5.0
+"""Seconds that the engine takes to end."""
 _TICK = 0.05
 _KEPT_ALIVE = 75
 """Seconds that an idle connection is kept: longer than clients keep theirs, so that none sends a
@@ -75,7 +78,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state, grace = self._state, self._settings.grace
-        state.limits.closing = grace + _TELLING
+        state.limits.closing = time.monotonic() + grace + 2 * _TELLING + _ENGINE
         await self._until(lambda: self._at_once or not state.metrics.open, grace)
         # What has just been taken may come to the engine only now.
         await self._until(self._told, _TELLING)

@@ -13,6 +13,10 @@ from nnsight_vllm_worker.engine import BLOCK_TIMEOUT
 
 API_KEY = "NNSIGHT_API_KEY"
 """Environment variable: the key, for those who want it on no command line."""
+HOST = "NNSIGHT_HOST"
+"""Environment variable: where the server listens unless `--host` says otherwise; images set it."""
+PORT = "NNSIGHT_PORT"
+"""Environment variable: the same for `--port`."""
 MAX_BODY = 1 << 29
 MAX_UPLOADS = 1 << 31
 MAX_SAVES = 1 << 34

@@ -207,7 +207,11 @@ class AsyncEngine:
         return (await self.rpc("nnsight_kept", time.monotonic()))[0]
 
     async def counts(self) -> dict[str, int]:
-        """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
+        """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote.
+
+        Edits that were cleared, or whose time is over, are not among it once nothing needs them.
+        """
+        await self.sweep()
         return (await self.rpc("nnsight_counts"))[0]
 
     def cut(self, why: str) -> None:

@@ -142,16 +142,31 @@ def sampling_names() -> SamplingNames:
 
 
 def _ids(ids: Any, mask: Any) -> list[int]:
-    if type(ids) is list and mask is None and ids and type(ids[0]) is int:
-        return [int(i) for i in ids]  # as most prompts are; without a tensor of them
-    rows = torch.as_tensor(ids)
+    flat = _row(ids)
+    if mask is not None:
+        kept = _row(mask)
+        if len(kept) != len(flat):
+            raise ValueError(f"{len(flat)} token ids came with an attention mask of {len(kept)}.")
+        flat = [id for id, keep in zip(flat, kept, strict=True) if keep]
+    if not flat:
+        raise ValueError("Empty prompt: a prompt needs at least one token.")
+    return flat
+
+
+def _row(values: Any) -> list[int]:
+    """The numbers of one row, in any form."""
+    if isinstance(values, list | tuple) and len(values) == 1 and not isinstance(values[0], int):
+        values = values[0]
+    if isinstance(values, list | tuple):
+        nested = next((v for v in values if isinstance(v, list | tuple)), None)
+        if nested is not None:
+            raise ValueError(
+                f"One prompt is needed, not {len(values)} rows: open one invoke per prompt."
+            )
+        return [int(value) for value in values]
+    rows = torch.as_tensor(values)
     if rows.dim() > 1 and rows.shape[0] != 1 and rows.numel():
         raise ValueError(
             f"One prompt is needed, not {rows.shape[0]} rows: open one invoke per prompt."
         )
-    flat = rows.reshape(-1)
-    if mask is not None:
-        flat = flat[torch.as_tensor(mask).reshape(-1).bool()]
-    if not flat.numel():
-        raise ValueError("Empty prompt: a prompt needs at least one token.")
-    return [int(i) for i in flat]
+    return rows.reshape(-1).tolist()

@@ -43,6 +43,7 @@ from nnsight_core.errors import (
 )
 from nnsight_core.kept import Kept
 from nnsight_core.node import Node, Operation, Root, Source
+from nnsight_core.parsing import parse
 from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.tracer import Captured
 from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
@@ -421,8 +422,8 @@ def _defined(function: FunctionType) -> tuple[FunctionType, bool]:
 def _definition(text: str) -> ast.AST:
     """The statement that a function's or class's text is, with lines counted from 1."""
     if text[:1] not in (" ", "\t"):
-        return ast.parse(text).body[0]
-    wrapper = ast.parse("if 1:\n" + text)
+        return parse(text).body[0]
+    wrapper = parse("if 1:\n" + text)
     ast.increment_lineno(wrapper, -1)
     return wrapper.body[0].body[0]  # type: ignore[attr-defined]
 
@@ -489,7 +490,7 @@ def _around(code: CodeType, name: str) -> tuple[list[str], int] | None:
     lines = linecache.getlines(code.co_filename)
     line = code.co_firstlineno
     found: ast.ClassDef | None = None
-    classes = [n for n in ast.walk(ast.parse("".join(lines))) if isinstance(n, ast.ClassDef)]
+    classes = [n for n in ast.walk(parse("".join(lines))) if isinstance(n, ast.ClassDef)]
     for node in classes:
         if node.name == name and node.lineno <= line <= (node.end_lineno or 0):
             found = node  # what is walked to later lies deeper
@@ -547,11 +548,11 @@ def _lambda_text(function: FunctionType) -> tuple[str, dict[str, Any]]:
     code = function.__code__
     source = "".join(linecache.getlines(code.co_filename)) or inspect.getsource(function)
     places = {p[:1] + p[2:3] for p in code.co_positions() if p[2] is not None}
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Lambda) and (node.body.lineno, node.body.col_offset) in places:
             text = ast.get_source_segment(source, node)
             if text is not None:
-                found = ast.parse(text := f"({text})", mode="eval").body
+                found = parse(text := f"({text})", mode="eval").body
                 assert isinstance(found, ast.Lambda)
                 return _with_defaults(text, found.args, function)
     raise CaptureError("the lambda cannot be found in its source")
