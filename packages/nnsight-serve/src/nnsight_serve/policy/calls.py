@@ -53,7 +53,8 @@ def called(function: Any) -> Any:
     kind = type(function)
     known = CALLABLES.get(id(function))
     if known is not None and known[0] is function:
-        if isinstance(function, numpy.ufunc):
+        scalar = isinstance(function, type) and issubclass(function, numpy.generic)
+        if scalar or isinstance(function, numpy.ufunc):
             return _plain_call(function)
         return _bounded(known[1], function) if known[1] else function
     if kind is FunctionType:
@@ -165,6 +166,8 @@ def _plain_call(function: Any) -> Any:
     """A function of NumPy's, whose keywords may make an array hold anything."""
 
     def checked(*args: Any, axis: Any = None) -> Any:
+        for part in args:
+            bounds.nested(part)
         return function(*args) if axis is None else function(*args, axis=axis)
 
     return checked

@@ -190,6 +190,7 @@ class Guarding(RestrictingNodeTransformer):
         if isinstance(node.ctx, ast.Load):
             return _call("_getitem_", node, node.value, node.slice)
         node.value = _call("_item_", node, node.value)
+        node.slice = _call("_index_", node, node.slice)
         return node
 
     def visit_Call(self, node: ast.Call) -> Any:

@@ -164,6 +164,13 @@ def item(owner: Any) -> Any:
     raise not_allowed(f"to change an item of a {type(owner).__name__}")
 
 
+def index_of_store(index: Any) -> Any:
+    """The index of `owner[index] = value`, of which PyTorch and NumPy would make arrays."""
+    for part in index if isinstance(index, tuple) else (index,):
+        bounds.nested(part)
+    return index
+
+
 def side(owner: Any, name: str) -> Any:
     """What `owner.name = value` changes: a module's side, and nothing else."""
     if isinstance(owner, Node | Operation) and name in (*SIDES[:3], *_VALUES):
