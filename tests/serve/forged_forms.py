@@ -32,6 +32,7 @@ def mapping(**parts: Any) -> dict[str, Any]:
 
 
 TENSOR = {"$": "tensor", "dtype": "float32", "shape": [], "b": 0}
+PARAMETER = {**TENSOR, "parameter": True}
 EXEC = path("builtins", "exec")
 _PATHS = """
     os.system os.environ os._exit os.remove posix.system subprocess.Popen subprocess.run sys.exit
@@ -107,6 +108,13 @@ FORMS: dict[str, Any] = {
     "function with a guard among its names": function(
         "def f():\n    pass\n", names={"_getattr_": path("torch", "relu")}
     ),
+    "function of our own name": function(
+        "def __nnsight_save__():\n    pass\n", name="__nnsight_save__"
+    ),
+    "function with our own name among its names": function(
+        "def f():\n    return __nnsight_save__(1)\n", names={"__nnsight_save__": 1}
+    ),
+    "function that calls our own name": function("def f():\n    return __nnsight_keep__(1)\n"),
     "function with builtins among its names": function(
         "def f():\n    pass\n", names={"__builtins__": mapping()}
     ),
@@ -130,6 +138,11 @@ FORMS: dict[str, Any] = {
     "module with another forward": layer(forward=path("torch", "zeros")),
     "module with a hook": layer(_forward_hooks=mapping(a=path("torch", "relu"))),
     "module with a backward hook": layer(_backward_hooks=mapping(a=path("torch", "relu"))),
+    "module with a parameter of a method's name": layer(
+        _parameters=mapping(register_forward_hook=PARAMETER)
+    ),
+    "module with a buffer of a method's name": layer(_buffers=mapping(__class__=TENSOR)),
+    "module with a value of a method's name": layer(forward=1),
     "module with a function in it": layer(bias=function("def f():\n    pass\n")),
     "named tuple of a library": {
         "$": "named",
@@ -143,7 +156,8 @@ FORMS: dict[str, Any] = {
 }
 """What a name may be made to hold, by what it is."""
 _NAMES = """
-    __builtins__ __nnsight_save__x _getattr_ _call_ _getitem_ _operate_ __name _x a.b a-b 1a
+    __builtins__ __nnsight_save__ __nnsight_keep__
+    __nnsight_save__x _getattr_ _call_ _getitem_ _operate_ __name _x a.b a-b 1a
 """
 NAMES = _NAMES.split()
 """Names that a block may not have."""

@@ -11,7 +11,8 @@ from nnsight_core.wire.code import CodeDecoder, CodeEncoder
 from nnsight_core.wire.messages import BlockData
 from nnsight_serve.policy import RESTRICTED
 from nnsight_serve.policy.allowed import LAYERS, PATHS
-from tests.serve.forged_forms import FORMS, NAMES, function, layer, path
+from nnsight_serve.policy.values import OUTSIDE, attribute
+from tests.serve.forged_forms import FORMS, NAMES, PARAMETER, TENSOR, function, layer, path
 from tests.serve.restricted import small_model
 
 REFUSED = (PolicyError, CaptureError)
@@ -130,6 +131,17 @@ def test_every_layer_on_the_list_travels(cls, root):
         assert torch.equal(made(given), again(given))
 
 
+def test_what_a_module_holds_is_what_it_gives():
+    linear = nn.Linear(2, 2)
+    OUTSIDE.add(linear)
+    linear._parameters["register_forward_hook"] = nn.Parameter(torch.ones(1))
+    for name in ("weight", "register_forward_hook"):
+        assert attribute(linear, name) is linear._parameters[name]
+    assert attribute(linear, "in_features") == 2
+    with pytest.raises(PolicyError):
+        attribute(linear, "forward")
+
+
 @pytest.mark.parametrize(
     "state",
     [{"_compiled_call_impl": path("torch", "relu")}, {"_call_impl": 1}, {"__class__": 1}]
@@ -138,6 +150,10 @@ def test_every_layer_on_the_list_travels(cls, root):
         {"_parameters": {"$": "dict", "k": ["a"], "v": ["b"]}},
         {"_parameters": 1},
         {"_modules": None},
+    ]
+    + [
+        {name: {"$": "dict", "k": ["register_forward_hook"], "v": [part]}}
+        for name, part in [("_parameters", PARAMETER), ("_buffers", TENSOR), ("_modules", None)]
     ]
     + [{"in_features": {"$": "list", "v": [path("torch", "relu")]}}],
     ids=str,

@@ -28,6 +28,10 @@ KEEP = "__nnsight_keep__"
 _CALLS = {"save": SAVE, "keep": KEEP}
 
 
+class OwnCall(ast.Call):
+    """A call of `SAVE` or `KEEP` that the rewriting put there; no text parses to one."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Code:
     """A block's code, without the values of the names that it uses.
@@ -225,7 +229,7 @@ class _Rewrite(ast.NodeTransformer):
                 func=ast.Attribute(value=value, attr="save" | "keep" as what), args=[], keywords=[]
             ):
                 name = ast.copy_location(ast.Name(_CALLS[what], ast.Load()), node.func)
-                return ast.copy_location(ast.Call(name, [value], []), node)
+                return ast.copy_location(OwnCall(name, [value], []), node)
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:

@@ -8,9 +8,10 @@ checked when the trace is submitted.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from nnsight_core.current import current_run, need_run
 from nnsight_core.errors import LocationError, WriteError
@@ -229,7 +230,15 @@ class Node:
         args, kwargs = map_tensors((args, kwargs), Tensor.clone)
         return module(*[_bare(a) for a in args], **{k: _bare(v) for k, v in kwargs.items()})
 
-    def __getitem__(self, index: int | slice | str) -> Any:
+    def __getitem__(self, index: SupportsIndex | slice | str) -> Any:
+        if not isinstance(index, str | slice):
+            try:
+                index = operator.index(index)
+            except TypeError:
+                raise TypeError(
+                    f"{self._path or 'The model'} is indexed by a number, a slice or a name, not "
+                    f"by {type(index).__name__}."
+                ) from None
         names = self._numbered(needed=not isinstance(index, int) or index < 0)
         if isinstance(index, slice):
             if names is None:
@@ -374,6 +383,8 @@ class Root(Node):
 
     def get(self, path: str) -> Node:
         """The node at a dotted path, such as `"model.layers.3.mlp"`."""
+        if not isinstance(path, str):
+            raise TypeError(f"A path is a text, not a value of type {type(path).__name__}.")
         return self._places.node(path)
 
 

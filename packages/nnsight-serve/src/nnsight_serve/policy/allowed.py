@@ -133,7 +133,9 @@ def learn(module: str, name: str, value: Any) -> None:
     if is_class and value not in _MADE and not issubclass(value, BaseException | numpy.generic):
         return  # to compare types with; nothing is made of it
     looked_at = module.startswith("torch") and not is_class
-    CALLABLES[id(value)] = (value, name if looked_at else "")
+    # The same name has other arguments there.
+    known_as = f"linalg.{name}" if module == "torch.linalg" else name
+    CALLABLES[id(value)] = (value, known_as if looked_at else "")
 
 
 def _fill() -> None:

@@ -6,11 +6,10 @@ all of a block's together, and not how long a call takes.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import numpy
@@ -23,13 +22,17 @@ MAX_ELEMENTS = 1 << 30
 """How many elements one tensor may have."""
 MAX_ITEMS = 10_000_000
 """How many items a list, tuple or range may have, and how many characters a text."""
+MAX_PARTS = 1 << 18
+"""Into how many tensors one may be taken apart."""
 MAX_BITS = 1 << 16
 """How many bits a whole number may have."""
+MAX_MODULAR = 1 << 12
+"""How many bits each number of a `pow(base, exponent, modulus)` may have."""
 MAX_CUBIC = 1 << 36
 """How many steps a decomposition may take: the size of a matrix times its smaller side."""
 MAX_TOKENIZED = 1 << 17
 """How many characters, or ids, a tokenizer takes."""
-_SEQUENCES = (str, bytes, list, tuple)
+_SEQUENCES = (str, bytes, bytearray, list, tuple)
 _ARRAYS = (Tensor, numpy.ndarray)
 
 
@@ -51,10 +54,25 @@ def items(count: int) -> None:
         raise too_large("a sequence or text", count, MAX_ITEMS)
 
 
-def bits(count: int) -> None:
+def parts(count: int) -> None:
+    """Refuse to take a tensor apart into so many, if that is too many."""
+    if count > MAX_PARTS:
+        raise too_large("the parts of a tensor", count, MAX_PARTS)
+
+
+def nested(value: Any) -> None:
+    """Refuse lists in lists that would make too large an array: one may stand in many places."""
+    count = 1
+    while isinstance(value, list | tuple) and value:
+        count *= len(value)
+        elements(count)
+        value = value[0]
+
+
+def bits(count: int, most: int = MAX_BITS) -> None:
     """Refuse a whole number of so many bits, if that is too many."""
-    if count > MAX_BITS:
-        raise too_large("the bits of a whole number", count, MAX_BITS)
+    if count > most:
+        raise too_large("the bits of a whole number", count, most)
 
 
 # -- operators ------------------------------------------------------------------------------------
@@ -123,31 +141,8 @@ def operands(symbol: str, left: Any, right: Any) -> None:
             items(len(left) * (whole(right) or 0))
         elif isinstance(right, _SEQUENCES):
             items(len(right) * (whole(left) or 0))
-    elif symbol == "+":
-        if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
-            items(len(left) + len(right))
-    elif symbol == "%" and isinstance(left, str | bytes):
-        formatted(left, right)
-
-
-_WIDTH = re.compile(r"\*|\d{5}")
-
-
-def formatted(text: str | bytes, values: Any) -> None:
-    """Refuse a `text % values` that would make something too large."""
-    plain = text if isinstance(text, str) else text.decode("latin-1")
-    if any(_WIDTH.search(part) for part in re.findall(r"%[^a-zA-Z%]*", plain)):
-        raise refused("a width like that in a text to format is not allowed", "Make it narrower.")
-    given = values.values() if isinstance(values, dict) else values
-    given = given if isinstance(values, dict | tuple) else (values,)
-    longest = max((len(v) for v in given if isinstance(v, str | bytes)), default=0)
-    items(len(text) + plain.count("%") * longest)
-
-
-def spec(text: str) -> None:
-    """Refuse a format like `:1000000000d`."""
-    if _WIDTH.search(text):
-        raise refused(f"the format {text[:40]!r} is not allowed", "Make it narrower.")
+    elif symbol == "+" and isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
+        items(len(left) + len(right))
 
 
 # -- tensors --------------------------------------------------------------------------------------
@@ -174,7 +169,7 @@ def broadcast(given: list[Any]) -> None:
 
 def multiplied(left: Any, right: Any) -> None:
     """Refuse a matrix product that would be too large."""
-    pairs = itertools.zip_longest(left.shape[-3::-1], right.shape[-3::-1], fillvalue=1)
+    pairs = zip_longest(left.shape[-3::-1], right.shape[-3::-1], fillvalue=1)
     rows = left.shape[-2] if len(left.shape) > 1 else 1
     columns = right.shape[-1] if len(right.shape) > 1 else 1
     elements(math.prod(max(pair) for pair in pairs) * rows * columns)
@@ -190,6 +185,24 @@ def _numbers(*values: Any) -> list[int]:
             if number is not None:
                 found.append(abs(number))
     return found
+
+
+_AXIS = ("dim", "axis")
+_FIRST = ("input", "tensor", "self", "A", "x", "a", "x1")
+"""How functions of PyTorch name their first tensor, and as NumPy does."""
+
+
+def _role(args: tuple[Any, ...], named: dict[str, Any], place: int, *names: str) -> Any:
+    """The argument at a place, or under one of its names."""
+    if len(args) > place:
+        return args[place]
+    return next((named[name] for name in names if name in named), None)
+
+
+def _along(tensor: Tensor, axis: Any) -> int:
+    """How long a tensor is along an axis, the first if none is given."""
+    place = whole(axis) or 0
+    return tensor.shape[place] if -tensor.dim() <= place < tensor.dim() else 1
 
 
 def _any(args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -241,8 +254,10 @@ def _repeated(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 def _interleaved(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     if "output_size" in named:
         raise refused("`repeat_interleave(output_size=...)` is not allowed", "Leave it out.")
-    repeats = args[1] if len(args) > 1 else named.get("repeats", 1)
+    repeats = _role(args, named, 1, "repeats")
     given = args[0] if args and isinstance(args[0], Tensor) else None
+    if repeats is None:  # what is given says how often each of its places is to come
+        given, repeats = None, given
     if isinstance(repeats, Tensor):
         most = int(repeats.sum()) if repeats.numel() else 0
         elements(most * (given.numel() if given is not None else 1))
@@ -272,15 +287,19 @@ def _crossed(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 
 
 def _matrix(args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    given = list(tensors_in(*args, *named.values()))
-    if len(given) > 1:
-        multiplied(given[0], given[1])
+    left, right = _role(args, named, 0), _role(args, named, 1, "other", "mat2", "vec", "x2")
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        multiplied(left, right)
+    else:
+        _crossed(args, named)
 
 
 def _linear(args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    given = list(tensors_in(*args, *named.values()))
-    if len(given) > 1 and given[0].dim():
-        elements(math.prod(given[0].shape[:-1]) * given[1].shape[0])
+    given, weight = _role(args, named, 0), _role(args, named, 1, "weight")
+    if isinstance(given, Tensor) and isinstance(weight, Tensor) and weight.dim():
+        elements(math.prod(given.shape[:-1]) * weight.shape[0])
+    else:
+        _crossed(args, named)
 
 
 def _inner(args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -302,18 +321,21 @@ def _square(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 
 def _picked(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """`index_select(x, dim, index)`."""
-    given = list(tensors_in(*args, *named.values()))
-    if len(given) > 1:
-        dims = _numbers(args[1:2], named.get("dim"))
-        size = given[0].shape[dims[0]] if dims and dims[0] < given[0].dim() else 1
-        elements(given[0].numel() // max(1, size) * given[1].numel())
+    given, picked = _role(args, named, 0), _role(args, named, 2, "index")
+    if isinstance(given, Tensor) and isinstance(picked, Tensor):
+        size = _along(given, _role(args, named, 1, *_AXIS))
+        elements(given.numel() // max(1, size) * picked.numel())
+    else:
+        _crossed(args, named)
 
 
 def _embedded(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """`embedding(indices, weights)`."""
-    given = list(tensors_in(*args, *named.values()))
-    if len(given) > 1 and given[1].dim():
-        elements(given[0].numel() * given[1].shape[-1])
+    given, weight = _role(args, named, 0), _role(args, named, 1, "weight")
+    if isinstance(given, Tensor) and isinstance(weight, Tensor) and weight.dim():
+        elements(given.numel() * weight.shape[-1])
+    else:
+        _crossed(args, named)
 
 
 def _cubic(args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -324,6 +346,59 @@ def _cubic(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     _any(args, named)
 
 
+def _full(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """What makes square matrices of the longer side of each."""
+    for tensor in tensors_in(*args, *named.values()):
+        if tensor.dim() > 1:
+            elements(math.prod(tensor.shape[:-2]) * max(tensor.shape[-2:]) ** 2)
+    _cubic(args, named)
+
+
+def _svd(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`torch.svd(x, some=True)`."""
+    some = _role(args, named, 1, "some")
+    (_cubic if some is None or some else _full)(args, named)
+
+
+def _linalg_svd(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`torch.linalg.svd(x, full_matrices=True)`."""
+    full = _role(args, named, 1, "full_matrices")
+    (_full if full is None or full else _cubic)(args, named)
+
+
+def _qr(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    mode = _role(args, named, 1, "mode")
+    (_full if mode == "complete" else _cubic)(args, named)
+
+
+def _norm(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`torch.norm(x, p)`, which decomposes a matrix for its nuclear norm."""
+    (_cubic if _role(args, named, 1, "p") == "nuc" else _any)(args, named)
+
+
+def _linalg_norm(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`torch.linalg.norm(x, ord, dim)`, of rows or columns if `dim` is one number."""
+    order, axis = _role(args, named, 1, "ord"), _role(args, named, 2, *_AXIS)
+    (_any if order is None or whole(axis) is not None else _cubic)(args, named)
+
+
+def _transformed(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`fft(x, n, dim)`, `fftn(x, s, dim)`: as long along its axes as is asked for."""
+    for tensor in tensors_in(*args[:1]):
+        sizes = _flat(_role(args, named, 1, "n", "s"))
+        axes = _flat(_role(args, named, 2, *_AXIS)) or list(range(-len(sizes), 0))
+        shape = list(tensor.shape)
+        for axis, size in zip(axes, sizes, strict=False):
+            if -len(shape) <= axis < len(shape) and size >= 0:
+                shape[axis] = max(size, shape[axis])
+        elements(2 * math.prod(shape))
+
+
+def _flat(value: Any) -> list[int]:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [number for number in map(whole, parts) if number is not None]
+
+
 def _drawn(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """`multinomial(weights, count)`."""
     rows = [t.shape[0] if t.dim() > 1 else 1 for t in tensors_in(*args[:1])]
@@ -331,9 +406,39 @@ def _drawn(args: tuple[Any, ...], named: dict[str, Any]) -> None:
 
 
 def _apart(args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """`split`, `unbind`: so many tensors."""
+    """`unbind(x, dim)`: so many tensors."""
     for tensor in tensors_in(*args[:1]):
-        items(max(tensor.shape, default=0))
+        parts(_along(tensor, _role(args, named, 1, *_AXIS)))
+
+
+def _split(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`split(x, size or sizes, dim)`."""
+    size = _role(args, named, 1, "split_size", "split_size_or_sections")
+    if isinstance(size, list | tuple):
+        parts(len(size))
+        return
+    for tensor in tensors_in(*args[:1]):
+        parts(_along(tensor, _role(args, named, 2, *_AXIS)) // max(1, whole(size) or 0))
+
+
+def _chunks(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`chunk(x, count)`, `tensor_split(x, count or indices)`."""
+    count = _role(args, named, 1, "chunks", "sections", "indices", "indices_or_sections")
+    if isinstance(count, list | tuple):
+        parts(len(count))
+    elif isinstance(count, Tensor) and count.dim():
+        parts(count.numel())
+    else:
+        parts(abs(whole(count) or 0))
+
+
+def _written(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """`tensor(lists in lists)`."""
+    nested(_role(args, named, 0, "data", "obj"))
+
+
+def _new_written(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    _written(args[1:], named)
 
 
 def _listed(args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -381,13 +486,23 @@ _CHECKS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], None]] = {
     "diag": _diagonal,
     "index_select": _picked,
     "embedding": _embedded,
+    **dict.fromkeys(("svdvals", "eigh", "eigvalsh", "eig", "eigvals", "inv", "pinv"), _cubic),
+    **dict.fromkeys(("inverse", "pinverse", "det", "slogdet", "logdet"), _cubic),
+    **dict.fromkeys(("cholesky", "lstsq", "solve", "matrix_rank", "matrix_norm"), _cubic),
+    "svd": _svd,
+    "linalg.svd": _linalg_svd,
+    "qr": _qr,
+    "norm": _norm,
+    "linalg.norm": _linalg_norm,
     **dict.fromkeys(
-        ("svd", "svdvals", "eigh", "eigvalsh", "eig", "eigvals", "inv", "pinv"), _cubic
+        ("fft", "fft2", "fftn", "ifft", "ifft2", "ifftn", "rfft", "irfft"), _transformed
     ),
-    **dict.fromkeys(("inverse", "pinverse", "det", "slogdet", "logdet", "qr"), _cubic),
-    **dict.fromkeys(("qr", "cholesky", "lstsq", "solve", "matrix_rank", "matrix_norm"), _cubic),
+    **dict.fromkeys(("tensor", "as_tensor"), _written),
+    "new_tensor": _new_written,
     "multinomial": _drawn,
-    **dict.fromkeys(("split", "unbind", "chunk", "tensor_split"), _apart),
+    "unbind": _apart,
+    "split": _split,
+    **dict.fromkeys(("chunk", "tensor_split"), _chunks),
     "tolist": _listed,
     "einsum": _einsum,
     **dict.fromkeys(("fftfreq", "rfftfreq"), _sized),
@@ -398,7 +513,12 @@ def arguments(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Refuse a call of PyTorch that would make something too large, or write where it likes."""
     if "out" in named:
         raise refused(f"`{name}(out=...)` is not allowed", "Use what it gives back.")
-    _CHECKS.get(name, _any)(args, named)
+    first = next((part for part in _FIRST if part in named), None)
+    if first is not None and not args:
+        args = (named[first],)
+        named = {part: value for part, value in named.items() if part != first}
+    check = _CHECKS.get(name) or _CHECKS.get(name.removeprefix("linalg."), _any)
+    check(args, named)
 
 
 def layer(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -412,25 +532,39 @@ def layer(module: nn.Module, given: tuple[Any, ...]) -> None:
                 elements(tensor.numel() * weight.shape[1] if embeds else rows * weight.shape[0])
 
 
-def index(tensor: Tensor, at: Any) -> None:
-    """Refuse an index that would pick too much out of a tensor."""
-    parts = at if isinstance(at, tuple) else (at,)
-    axis, count, size = 0, 0, 1
-    for place, part in enumerate(parts):
+def index(tensor: Tensor | numpy.ndarray, at: Any) -> None:
+    """Refuse an index that would pick too much out of an array."""
+    if isinstance(at, list) and any(not isinstance(part, int) for part in at[:64]):
+        index(tensor, tuple(at))  # PyTorch and NumPy may take such a list for what it holds
+    picked: list[list[int]] = []
+    given = at if isinstance(at, tuple) else (at,)
+    axis, size = 0, 1
+    for place, part in enumerate(given):
         if part is Ellipsis:
-            axis = max(0, tensor.dim() - (len(parts) - place - 1))
+            axis = max(0, len(tensor.shape) - (len(given) - place - 1))
         elif isinstance(part, Tensor | numpy.ndarray) and str(part.dtype)[-4:] == "bool":
-            axis += len(part.shape)  # it picks no more than there is
-        elif isinstance(part, Tensor | numpy.ndarray | list):
-            count = max(count, _count(part))
-            size *= tensor.shape[axis] if axis < tensor.dim() else 1
+            size *= math.prod(tensor.shape[axis : axis + len(part.shape)])
+            axis += len(part.shape)
+            picked.append([math.prod(part.shape)])
+        elif isinstance(part, Tensor | numpy.ndarray | _LISTS):
+            size *= tensor.shape[axis] if axis < len(tensor.shape) else 1
             axis += 1
+            picked.append(_shape(part))
         elif part is not None:
             axis += 1
-    elements(count * (tensor.numel() // max(1, size)))
+    if picked:
+        together = zip_longest(*(shape[::-1] for shape in picked), fillvalue=1)
+        count = math.prod(max(sizes) for sizes in together)
+        elements(count * (math.prod(tensor.shape) // max(1, size)))
 
 
-def _count(index: Any) -> int:
-    if isinstance(index, list):
-        return sum(_count(part) if isinstance(part, list) else 1 for part in index)
-    return math.prod(index.shape)
+_LISTS = list | tuple | range | bytes | bytearray
+
+
+def _shape(part: Any) -> list[int]:
+    """The shape of what a list is taken for as an index."""
+    shape: list[int] = []
+    while isinstance(part, _LISTS) and len(part):
+        shape.append(len(part))
+        part = part[0]
+    return [*shape, *getattr(part, "shape", ())]

@@ -15,6 +15,7 @@ from torch import Tensor
 from nnsight_serve.policy import bounds
 from nnsight_serve.policy.allowed import CALLABLES, REFUSED_BUILTINS, TYPES
 from nnsight_serve.policy.calls import BUILTINS, CLASSES, Refusal, called, over
+from nnsight_serve.policy.texts import text_by
 from nnsight_serve.policy.values import each, not_allowed, operate, text
 
 __all__ = ["BUILTINS"]
@@ -62,6 +63,9 @@ def _iter(values: Any) -> Iterator[Any]:
 
 def _pow(base: Any, exponent: Any, mod: Any = None) -> Any:
     if mod is not None:
+        # It is one call, whose time goes with all three.
+        for part in (base, exponent, mod):
+            bounds.bits(part.bit_length() if isinstance(part, int) else 0, bounds.MAX_MODULAR)
         return pow(base, exponent, mod)
     return operate("**", base, exponent)
 
@@ -74,6 +78,14 @@ def _type(value: Any) -> type:
 
 def _format(value: Any, spec: str = "") -> str:
     return text(value, -1, spec)
+
+
+def _repr(value: Any) -> str:
+    return text_by(repr, value)
+
+
+def _ascii(value: Any) -> str:
+    return text_by(ascii, value)
 
 
 def _sum(values: Any, start: Any = 0) -> Any:
@@ -93,7 +105,7 @@ def _round(number: Any, digits: Any = None) -> Any:
 
 
 _PLAIN = """
-    abs callable chr divmod isinstance issubclass len ord repr hex oct bin ascii next
+    abs callable chr divmod isinstance issubclass len ord hex oct bin next
     True False None Ellipsis NotImplemented
 """
 BUILTINS |= {
@@ -113,6 +125,8 @@ _WRAPPED: dict[str, Any] = {
     "max": _extreme(max),
     "iter": _iter,
     "pow": _pow,
+    "repr": _repr,
+    "ascii": _ascii,
     "type": _type,
     "format": _format,
     "sum": _sum,

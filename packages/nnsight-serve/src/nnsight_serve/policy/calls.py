@@ -14,8 +14,7 @@ from nnsight_core.block_tracer import BlockTracer
 from nnsight_core.cache import Cache
 from nnsight_core.errors import PolicyError
 from nnsight_core.node import Node, Operation
-from nnsight_core.run import Run
-from nnsight_serve.policy import bounds
+from nnsight_serve.policy import bounds, texts
 from nnsight_serve.policy.allowed import CALLABLES, CONTEXTS, ERRORS, METHODS, TENSOR
 from nnsight_serve.policy.text import refused
 from nnsight_serve.policy.values import CACHED, OUTSIDE, TOKENIZER, each, is_tokenizer, not_allowed
@@ -31,6 +30,7 @@ CLASSES: frozenset[type] = frozenset(
     )
 )
 """The classes of Python's that may be called."""
+_MAKING: dict[type, Callable[..., Any]] = {int: texts.whole_of, str: texts.text_of}
 _GATHERING = (list, tuple, set, frozenset, enumerate, zip, reversed)
 
 
@@ -53,7 +53,8 @@ def called(function: Any) -> Any:
     kind = type(function)
     known = CALLABLES.get(id(function))
     if known is not None and known[0] is function:
-        if isinstance(function, numpy.ufunc):
+        scalar = isinstance(function, type) and issubclass(function, numpy.generic)
+        if scalar or isinstance(function, numpy.ufunc):
             return _plain_call(function)
         return _bounded(known[1], function) if known[1] else function
     if kind is FunctionType:
@@ -63,7 +64,7 @@ def called(function: Any) -> Any:
         return _method(function, function.__self__, function.__name__)
     elif isinstance(function, type):
         if function in CLASSES:
-            return over(function) if function in _GATHERING else function
+            return _MAKING.get(function) or (over(function) if function in _GATHERING else function)
     elif isinstance(function, Node):
         _check_module(function)
         return function
@@ -117,7 +118,6 @@ _OWN_METHODS: list[tuple[Any, tuple[str, ...] | frozenset[str]]] = [
     (Cache, CACHED),
     (tuple, METHODS[tuple]),
     (numpy.generic, ("item",)),
-    (Run, ("_save_method", "_keep_method")),
 ]
 
 
@@ -166,6 +166,8 @@ def _plain_call(function: Any) -> Any:
     """A function of NumPy's, whose keywords may make an array hold anything."""
 
     def checked(*args: Any, axis: Any = None) -> Any:
+        for part in args:
+            bounds.nested(part)
         return function(*args) if axis is None else function(*args, axis=axis)
 
     return checked

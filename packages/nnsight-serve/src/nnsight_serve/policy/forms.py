@@ -7,6 +7,7 @@ method, an enum's member, a record or a pickled value is refused, and so is what
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -60,8 +61,8 @@ def check_form(form: dict[str, Any]) -> None:
     elif tag == "range":
         _check_range(form.get("v"))
     elif tag == "nn":
-        _check_class(form["class"])
-        check_state(form.get("state"))
+        cls = _check_class(form["class"])
+        check_state(form.get("state"), cls)
 
 
 def named(module: Any, name: Any) -> Any:
@@ -119,13 +120,17 @@ def _check_range(bounds: Any) -> None:
         raise refused(f"a range of more than {MAX_ITEMS} numbers is not allowed")
 
 
-def _check_class(form: dict[str, Any]) -> None:
+def _check_class(form: dict[str, Any]) -> type[nn.Module]:
     """Refuse a module whose class is none of PyTorch's own layers, as far as that is said here."""
-    if form["$"] == "path" and named(form["module"], form["name"]) not in LAYERS:
+    if form["$"] != "path":
+        return nn.Module
+    cls = named(form["module"], form["name"])
+    if cls not in LAYERS:
         raise _other_class(form["name"])
+    return cls
 
 
-def check_state(state: Any) -> None:
+def check_state(state: Any, cls: type[nn.Module]) -> None:
     """Refuse the state of a module that holds more than a fresh one of its class would."""
     for name, held in state.items() if isinstance(state, dict) else [("", None)]:
         if name.endswith(_HOOKS) or "_hooks_" in name:
@@ -133,6 +138,10 @@ def check_state(state: Any) -> None:
                 raise refused("an nn.Module with hooks is not allowed", "Remove them first.")
         elif isinstance(held, dict) and held.get("$") in ("function", "path", "partial"):
             raise refused(f"an nn.Module whose {name!r} is a function is not allowed")
+        elif name in _INNER and isinstance(held, dict):
+            _check_hidden(cls, held.get("k", ()))
+        elif not name.startswith("_") and name != "training":
+            _check_hidden(cls, (name,))
 
 
 def check_layer(module: Any) -> nn.Module:
@@ -145,12 +154,15 @@ def check_layer(module: Any) -> nn.Module:
         raise _other_class(type(module).__name__)
     fresh = vars(nn.Module())
     for name, held in vars(module).items():
+        if name not in fresh:
+            _check_hidden(type(module), (name,))
         if name in _INNER:
             if type(held) is not type(fresh[name]):
                 raise _odd(name)
             for key, part in held.items():
                 if not isinstance(key, str) or not (part is None or _is_part(name, part)):
                     raise _odd(f"{name}[{str(key)[:40]!r}]")
+            _check_hidden(type(module), held)
         elif name.endswith(_HOOKS) or "_hooks_" in name:
             if held or name not in fresh:
                 raise _odd(name)
@@ -158,6 +170,13 @@ def check_layer(module: Any) -> nn.Module:
             raise _odd(name)
     OUTSIDE.add(module)
     return module
+
+
+def _check_hidden(cls: type[nn.Module], names: Iterable[Any]) -> None:
+    """Refuse names of values that the class has methods of."""
+    for name in names:
+        if not isinstance(name, str) or hasattr(cls, name):
+            raise _odd(str(name)[:40])
 
 
 def _is_part(name: str, part: Any) -> bool:

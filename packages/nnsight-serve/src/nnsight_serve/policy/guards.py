@@ -16,6 +16,7 @@ GUARDS: dict[str, Any] = {
     "_getitem_": values.item_of,
     "_getiter_": values.each,
     "_item_": values.item,
+    "_index_": values.index_of_store,
     "_side_": values.side,
     "_spread_": values.spread,
     "_operate_": values.operate,

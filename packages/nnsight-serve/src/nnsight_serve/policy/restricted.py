@@ -12,6 +12,7 @@ from nnsight_core.policy import Policy, Readers
 from nnsight_core.wire.blocks import code_of
 from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.messages import BlockData
+from nnsight_serve.policy import bounds, texts
 from nnsight_serve.policy.allowed import MODULES, REFUSED_BUILTINS
 from nnsight_serve.policy.forms import allowed_readers, check_form, check_names
 from nnsight_serve.policy.guards import BUILTINS, GUARDS, allow
@@ -87,6 +88,7 @@ def _plain_print(printed: Any) -> Any:
     def block_print(
         *values: Any, sep: str | None = None, end: str | None = None, flush: bool = False
     ) -> None:
+        bounds.items(sum(map(texts.measured, values)))
         printed(*values, sep=sep, end=end)
 
     return allow(block_print)

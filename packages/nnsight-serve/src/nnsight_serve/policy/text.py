@@ -14,14 +14,13 @@ from typing import Any
 
 from RestrictedPython.transformer import RestrictingNodeTransformer
 
-from nnsight_core.code import KEEP, SAVE
+from nnsight_core.code import OwnCall
 from nnsight_core.errors import PolicyError
 
 OURS = frozenset(
-    (SAVE, KEEP, "__nnsight_lambda__", "__nnsight_value__")
-    + ("__nnsight_function__", "__nnsight_tracer__")
+    ("__nnsight_lambda__", "__nnsight_value__", "__nnsight_function__", "__nnsight_tracer__")
 )
-"""Names with underscores that our own rewriting puts into a text."""
+"""Names with underscores that a front end of ours puts into texts; they hold values like others."""
 MAX_SOURCE = 1 << 18
 """How many characters a text may have."""
 _SYMBOLS: dict[type[ast.operator] | type[ast.cmpop], str] = {
@@ -191,14 +190,17 @@ class Guarding(RestrictingNodeTransformer):
         if isinstance(node.ctx, ast.Load):
             return _call("_getitem_", node, node.value, node.slice)
         node.value = _call("_item_", node, node.value)
+        node.slice = _call("_index_", node, node.slice)
         return node
 
     def visit_Call(self, node: ast.Call) -> Any:
-        # Our own calls look at the frame that they are called from.
-        ours = isinstance(node.func, ast.Name) and node.func.id in (SAVE, KEEP)
         node = self.node_contents_visit(node)
-        if not ours:
-            node.func = _call("_call_", node, node.func)
+        node.func = _call("_call_", node, node.func)
+        return node
+
+    def visit_OwnCall(self, node: OwnCall) -> Any:
+        """What it calls stays as it is: no text can bind that name, or read it."""
+        node.args = [self.visit(part) for part in node.args]
         return node
 
     def visit_Starred(self, node: ast.Starred) -> Any:

@@ -21,7 +21,7 @@ from nnsight_core.errors import PolicyError
 from nnsight_core.loops import StepChoice, StepLoop
 from nnsight_core.node import SIDES, Node, Operation, Root, Source
 from nnsight_core.outputs import LateResult, RequestOutput
-from nnsight_serve.policy import bounds
+from nnsight_serve.policy import bounds, texts
 from nnsight_serve.policy.allowed import CALLABLES, METHODS, MODULES, TENSOR, learn
 from nnsight_serve.policy.text import refused
 
@@ -63,6 +63,8 @@ def attribute(owner: Any, name: str) -> Any:
                 learn(owner.__name__, name, value)  # a library has put another in its place
             return value
         raise not_allowed(f"`{owner.__name__}.{name}`")
+    elif isinstance(owner, nn.Module) and owner in OUTSIDE:
+        return _of_outside(owner, name)
     elif _may_have(owner, kind, name):
         return getattr(owner, name)
     raise not_allowed(f"`.{name}` of a {kind.__name__}")
@@ -79,13 +81,18 @@ def _may_have(owner: Any, kind: type, name: str) -> bool:
         return name in fields or name in METHODS[tuple]
     if isinstance(owner, BaseException):
         return name == "args"
-    if isinstance(owner, nn.Module) and owner in OUTSIDE:
-        own = owner.__dict__
-        held = (own["_parameters"], own["_buffers"], own["_modules"], own)
-        return any(name in part for part in held)
     if isinstance(owner, numpy.generic):
         return name in ("item", "dtype")
     return is_tokenizer(kind) and name in TOKENIZER
+
+
+def _of_outside(module: nn.Module, name: str) -> Any:
+    """What a module holds; what its class has under that name is never looked for."""
+    own = vars(module)
+    for held in (own["_parameters"], own["_buffers"], own["_modules"], own):
+        if name in held:
+            return held[name]
+    raise not_allowed(f"`.{name}` of a {type(module).__name__}")
 
 
 def _of_node(owner: Node, name: str) -> Any:
@@ -135,12 +142,14 @@ def not_allowed(what: str) -> PolicyError:
 def item_of(owner: Any, index: Any) -> Any:
     """`owner[index]`."""
     if isinstance(owner, Node):
-        # A text names a module as an attribute does.
-        if isinstance(index, str):
+        # A text names a module as an attribute does, and anything else might become such a text.
+        if type(index) is str:
             if index.startswith("_"):
                 raise not_allowed(f"`[{index!r}]` of the model")
             return _of_node(owner, index)
-    elif isinstance(owner, Tensor):
+        if type(index) not in (int, slice):
+            raise not_allowed(f"a {type(index).__name__} as an index of the model")
+    elif isinstance(owner, Tensor | numpy.ndarray):
         bounds.index(owner, index)
     return owner[index]
 
@@ -155,6 +164,13 @@ def item(owner: Any) -> Any:
     raise not_allowed(f"to change an item of a {type(owner).__name__}")
 
 
+def index_of_store(index: Any) -> Any:
+    """The index of `owner[index] = value`, of which PyTorch and NumPy would make arrays."""
+    for part in index if isinstance(index, tuple) else (index,):
+        bounds.nested(part)
+    return index
+
+
 def side(owner: Any, name: str) -> Any:
     """What `owner.name = value` changes: a module's side, and nothing else."""
     if isinstance(owner, Node | Operation) and name in (*SIDES[:3], *_VALUES):
@@ -165,13 +181,15 @@ def side(owner: Any, name: str) -> Any:
 def each(values: Any) -> Any:
     """What a loop goes through."""
     if isinstance(values, Tensor):
-        bounds.items(len(values) if values.dim() else 0)
+        bounds.parts(len(values) if values.dim() else 0)
     return values
 
 
 def spread(values: Any) -> Any:
     """`*values`."""
-    if isinstance(values, Tensor | list | tuple | set | str | dict | range):
+    if isinstance(values, Tensor):
+        return each(values)
+    if isinstance(values, list | tuple | set | str | dict | range):
         bounds.items(len(values))
     return values
 
@@ -183,9 +201,16 @@ def single(value: Any) -> Any:
     return value
 
 
+def _check(symbol: str, left: Any, right: Any) -> None:
+    if symbol == "%" and isinstance(left, str | bytes | bytearray):
+        texts.formatted(left, right)
+    else:
+        bounds.operands(symbol, left, right)
+
+
 def operate(symbol: str, left: Any, right: Any) -> Any:
     """`left symbol right`."""
-    bounds.operands(symbol, left, right)
+    _check(symbol, left, right)
     return bounds.BINARY[symbol](left, right)
 
 
@@ -194,7 +219,7 @@ def in_place(symbol: str, left: Any, right: Any) -> Any:
     if symbol == "+" and type(left) is list and type(right) is not list:
         # An iterator over the very list would go on for ever, where no time limit reaches it.
         right = list(right)
-    bounds.operands(symbol, left, right)
+    _check(symbol, left, right)
     return bounds.IN_PLACE[symbol](left, right)
 
 
@@ -221,9 +246,10 @@ def augment_side(owner: Any, name: str, symbol: str) -> Callable[[Any], None]:
 
 def text(value: Any, conversion: int, spec: str) -> str:
     """A part of an f-string."""
-    bounds.spec(spec)
+    texts.spec(spec)
     if conversion != -1:
-        value = {"r": repr, "s": str, "a": ascii}[chr(conversion)](value)
+        value = texts.text_by({"r": repr, "s": str, "a": ascii}[chr(conversion)], value)
+    texts.measured(value)
     made = format(value, spec)
     bounds.items(len(made) * 2)
     return made
