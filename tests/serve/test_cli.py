@@ -143,12 +143,16 @@ def test_a_flag_of_another_vllm_is_an_error(monkeypatch):
         arguments.parse(["m"], ours)
 
 
-def test_the_first_line_says_what_the_policy_means():
-    trusted = _ready(read("m", "--port", "1"), 1)
+def test_the_first_line_says_what_the_policy_means_and_which_taps_there_are():
+    trusted = _ready(read("m", "--port", "1"), 1, 12, True)
+    assert "serves m (protocol 1; 12 taps: resid; policy trusted" in trusted
     assert (
         "policy trusted: blocks are code, and whoever reaches this address can run any" in trusted
     )
-    restricted = _ready(read("m", "--policy", "restricted", "--api-key", "k"), 1)
+    flags = ("--policy", "restricted", "--api-key", "k", "--tap", "a.output", "--tap", "resid")
+    restricted = _ready(read("m", *flags), 1, 13, True)
+    assert "; 13 taps: a.output resid; policy" in restricted
+    assert "no taps: every step runs eagerly" in _ready(read("m", *flags), 1, 0, False)
     assert (
         "policy restricted: whoever has a key can run blocks, and these can compute" in restricted
     )

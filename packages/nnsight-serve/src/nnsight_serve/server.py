@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from nnsight_core.taps import RESID
 from nnsight_core.wire.frames import VERSION
 from nnsight_serve.settings import Settings
 
@@ -62,7 +63,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            self._say(_ready(self._settings, self.servers[0].sockets[0].getsockname()[1]))
+            port = self.servers[0].sockets[0].getsockname()[1]
+            tree = self._state.engine.tree
+            self._say(_ready(self._settings, port, len(tree.taps), tree.compiled))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.started:
@@ -95,13 +98,16 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_TICK)
 
 
-def _ready(settings: Settings, port: int) -> str:
+def _ready(settings: Settings, port: int, taps: int, compiled: bool) -> str:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     who = "whoever has a key" if settings.api_keys else "whoever reaches this address"
     may = f"blocks are code, and {who} can run any code here"
     if settings.policy == "restricted":
         may = f"{who} can run blocks, and these can compute with the model and nothing else"
+    given = settings.engine.get("taps", RESID)
+    patterns = given if isinstance(given, str) else " ".join(given)
+    reached = f"{taps} taps: {patterns}" if compiled else "no taps: every step runs eagerly"
     return (
-        f"nnsight-serve: http://{host}:{port} serves {settings.model} (protocol {VERSION}; policy "
-        f"{settings.policy}: {may})"
+        f"nnsight-serve: http://{host}:{port} serves {settings.model} (protocol {VERSION}; "
+        f"{reached}; policy {settings.policy}: {may})"
     )
