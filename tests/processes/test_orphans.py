@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +92,8 @@ def test_an_engine_that_hangs_ends_as_well(gpt2_path: str) -> None:
 def test_an_interrupt_is_the_holders_business_and_the_engine_goes_on(gpt2_path: str) -> None:
     with holding(gpt2_path, "main") as holder:
         assert holder.ask() == "made 2"
+        # Until it waits for its next line: a signal just before that is seen with the line only.
+        time.sleep(1)
         os.killpg(holder.process.pid, signal.SIGINT)
         assert holder.says() == "interrupted"
         assert holder.ask() == "made 2"
