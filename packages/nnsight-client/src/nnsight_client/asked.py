@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nnsight_client.encoding import TraceEncoder
@@ -69,6 +70,7 @@ class Asked:
         Raises:
             ProtocolError: no such frame belongs into an answer.
         """
+        self.begun = True
         message = read_message(frame)
         if isinstance(message, AliveMessage):
             return
@@ -86,12 +88,26 @@ class Asked:
             self._kept.adopt({**event.saves, **event.more}, getattr(event, "value", None))
         yield event
 
-    def end(self) -> None:
-        """The answer is over.
+    @contextmanager
+    def answered(self, freed: list[str]) -> Iterator[None]:
+        """The answer is read within this.
+
+        Args:
+            freed: the ended handles that the server is told of with it; if it never begins to
+                answer, they are told of later.
 
         Raises:
-            ProtocolError: before everything was said.
+            ProtocolError: it was over before everything was said.
         """
+        try:
+            yield
+        except ProtocolError:
+            # What was to be said was said; the rest keeps the connection for the next trace.
+            if not self.done:
+                raise
+        finally:
+            if not self.begun:
+                self._kept.disown(freed)
         if not self.done:
             raise ProtocolError(
                 f"The server at {self._url} stopped before it had said everything. Its log says "

@@ -8,10 +8,10 @@ from typing import Any
 import orjson
 
 from nnsight_core.backend import EditSpec, Invoke
-from nnsight_core.errors import EncodeError, EngineError
+from nnsight_core.errors import EncodeError
 from nnsight_core.kept import Kept, KeptValues
 from nnsight_core.wire.blocks import encode_block
-from nnsight_core.wire.code import CodeEncoder, digest_of
+from nnsight_core.wire.code import CodeEncoder, check_content
 from nnsight_core.wire.data import Encoder, Json
 from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Buffer, Frame
@@ -99,11 +99,7 @@ class TraceEncoder:
             EngineError: one has.
         """
         for digest, content in self.blobs.items():
-            if not isinstance(content, bytes) and digest_of(content) != digest:
-                raise EngineError(
-                    "A tensor that a block uses has changed while its request was on the way, and "
-                    "the server no longer holds what it was. Run the trace again."
-                )
+            check_content(digest, content)
 
     def frame(self, without: Collection[str] = (), **about: Any) -> Frame:
         """The message with everything added so far.

@@ -18,7 +18,7 @@ from nnsight_client.refusals import error_of, missing_in
 from nnsight_core.async_run import need_loop
 from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
-from nnsight_core.errors import EngineError, ProtocolError
+from nnsight_core.errors import EngineError
 from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import MEDIA_TYPE, Frame, FrameReader
@@ -56,20 +56,11 @@ class HttpAsyncBackend:
         if not asked.sent:
             return
         about = {**self.now.about(), "streams": streaming}
-        try:
+        with asked.answered(about["freed"]):
             async with aclosing(self._frames(asked, about)) as frames:
                 async for frame in frames:
-                    asked.begun = True
                     for event in asked.events(frame):
                         yield event
-        except ProtocolError:
-            # As in `HttpBackend.submit`.
-            if not asked.done:
-                raise
-        finally:
-            if not asked.begun:
-                self.kept.disown(about["freed"])
-        asked.end()
 
     @property
     def kept(self) -> KeptValues:

@@ -16,9 +16,9 @@ from nnsight_client.patience import RETRIES, sending
 from nnsight_client.refusals import error_of, missing_in, no_server, other_version, refusal_in
 from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
-from nnsight_core.errors import LocationError, NNsightError, ProtocolError
+from nnsight_core.errors import LocationError, NNsightError
 from nnsight_core.kept import Kept, KeptValues
-from nnsight_core.sampling import SamplingNames, normalise
+from nnsight_core.sampling import SamplingNames
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block
 from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader, read_frame
@@ -73,18 +73,9 @@ class HttpBackend:
             return
         about = self.about()
         contents = set(asked.encoder.blobs)
-        try:
+        with asked.answered(about["freed"]):
             for frame in self._frames(lambda held: asked.encoder.frame(held, **about), contents):
-                asked.begun = True
                 yield from asked.events(frame)
-        except ProtocolError:
-            # What was to be said was said; the rest keeps the connection for the next trace.
-            if not asked.done:
-                raise
-        finally:
-            if not asked.begun:
-                self.kept.disown(about["freed"])
-        asked.end()
 
     def install(self, edit: EditSpec) -> EditInfo:
         encoder = self.encoded(edit)
@@ -175,10 +166,7 @@ class HttpBackend:
             TypeError: an unknown sampling argument, if the server has said which it knows.
         """
         if self._names is not None:
-            for invoke in invokes:
-                named = normalise(invoke.sampling)
-                named.pop("lora_request", None)
-                self._names.check(named)
+            self._names.check_invokes(invokes)
         check = _anything if later else self._check
         return Asked(invokes, self.url, self._tokenizer, check, self.kept)
 

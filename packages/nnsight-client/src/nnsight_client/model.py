@@ -153,9 +153,6 @@ class VLLM(Model):
             return self._local._generate(backend, prompts, sampling, use_tqdm)
         return super()._generate(backend, prompts, sampling, use_tqdm)
 
-    def _described(self, backend: Any) -> Any:
-        return super()._described(getattr(backend, "now", backend))
-
     def _backend_for(self, arguments: dict[str, Any]) -> Any:
         server = self._servers.chosen(arguments, self._mode)
         if server is not None:

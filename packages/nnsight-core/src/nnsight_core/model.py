@@ -321,6 +321,8 @@ class Model(Root):
         Raises:
             NotSupportedError: it has to be awaited, and nothing has run yet.
         """
+        # A server's tree can be had at once, whatever the model's mode.
+        backend = getattr(backend, "now", backend)
         if _is_async(backend):
             raise NotSupportedError(
                 "Which locations there are is known once the engine runs, in mode='async' after "

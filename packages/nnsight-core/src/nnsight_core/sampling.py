@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnsight_core.backend import Invoke
 
 
 class SamplingNames:
@@ -24,6 +27,17 @@ class SamplingNames:
                 near = difflib.get_close_matches(name, self.names, 1, 0.5)
                 hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(self.names)}."
                 raise TypeError(f"Unknown sampling argument {name!r}. {hint}")
+
+    def check_invokes(self, invokes: Iterable[Invoke]) -> None:
+        """Refuse an unknown argument of an invoke; an adapter goes beside what is sampled.
+
+        Raises:
+            TypeError: as `check`.
+        """
+        for invoke in invokes:
+            named = normalise(invoke.sampling)
+            named.pop("lora_request", None)
+            self.check(named)
 
 
 def normalise(arguments: Mapping[str, Any]) -> dict[str, Any]:

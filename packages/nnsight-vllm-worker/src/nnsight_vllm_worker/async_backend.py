@@ -16,7 +16,8 @@ from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block
 from nnsight_vllm_worker.async_engine import AsyncEngine
 from nnsight_vllm_worker.backend import event_of, own_errors, placed
-from nnsight_vllm_worker.encoding import BlockEncoder, check_sampling
+from nnsight_vllm_worker.encoding import BlockEncoder
+from nnsight_vllm_worker.prompts import sampling_names
 from nnsight_vllm_worker.submission import Request
 
 
@@ -77,7 +78,7 @@ class LocalAsyncBackend:
     def submit(
         self, invokes: list[Invoke], streams: Callable[[], bool]
     ) -> AsyncGenerator[Event, None]:
-        check_sampling(invokes)
+        sampling_names().check_invokes(invokes)  # before an engine is built
         encoder = self._encoder()
         made: list[Request | Exception] = []
         for invoke in invokes:

@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, Collection, Coroutine
 from typing import Any, Self
 
 from nnsight_core.backend import EditInfo, EditSpec
-from nnsight_core.errors import EngineDeadError, EngineError
+from nnsight_core.errors import EngineDeadError
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.kept import KeptValues
 from nnsight_core.policy import TRUSTED_PATH
 from nnsight_core.tree import ModelTree
-from nnsight_core.wire.code import digest_of
+from nnsight_core.wire.code import check_content
 from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_vllm_worker.async_requests import Requests, Running
 from nnsight_vllm_worker.blobs import Ledger
@@ -301,11 +301,7 @@ class AsyncEngine:
         async with self._lock:
             for digest in self._ledger.missing(dict.fromkeys(digests)):
                 data = blobs[digest]
-                if not isinstance(data, bytes) and digest_of(data) != digest:
-                    raise EngineError(
-                        "A tensor that a block uses has changed while its request was on the way, "
-                        "and the engine no longer holds what it was. Run the trace again."
-                    )
+                check_content(digest, data)
                 await self.rpc("nnsight_put", digest, bytes(data))
                 self._ledger.put(digest, memoryview(data).nbytes)
             self._ledger.use(digests)

@@ -24,8 +24,9 @@ from nnsight_core.wire.blocks import decode_event, known_errors, refusal_of
 from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import read_message
 from nnsight_vllm_worker.edits import Edits, NotInstalled
-from nnsight_vllm_worker.encoding import BlockEncoder, check_sampling
+from nnsight_vllm_worker.encoding import BlockEncoder
 from nnsight_vllm_worker.engine import Output, SyncEngine
+from nnsight_vllm_worker.prompts import sampling_names
 from nnsight_vllm_worker.submission import Request
 
 
@@ -53,7 +54,7 @@ class LocalBackend:
         self._device = device
 
     def submit(self, invokes: list[Invoke]) -> Iterator[Event]:
-        check_sampling(invokes)
+        sampling_names().check_invokes(invokes)  # before an engine is built
         engine = self._engine()
         encoder = self._encoder(engine)
         requests, index_of, refused = requests_of(invokes, encoder, engine.edits)

@@ -6,12 +6,10 @@ from typing import Any
 
 from nnsight_core.backend import Invoke
 from nnsight_core.kept import KeptValues
-from nnsight_core.sampling import normalise
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block, encode_block
 from nnsight_core.wire.code import CodeEncoder
 from nnsight_core.wire.frames import Buffer
-from nnsight_vllm_worker.prompts import sampling_names
 from nnsight_vllm_worker.submission import Carried, Request, request_of
 
 
@@ -64,15 +62,3 @@ class BlockEncoder:
             TypeError, ValueError: as `request_of` does, or as `block` does.
         """
         return request_of(invoke.prompt, invoke.sampling, self.block(invoke), invoke.edits)
-
-
-def check_sampling(invokes: list[Invoke]) -> None:
-    """Refuse misspelt sampling arguments, before an engine is built.
-
-    Raises:
-        TypeError: with the nearest name.
-    """
-    for invoke in invokes:
-        named = normalise(invoke.sampling)
-        named.pop("lora_request", None)
-        sampling_names().check(named)

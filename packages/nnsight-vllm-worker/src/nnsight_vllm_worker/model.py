@@ -269,10 +269,6 @@ class VLLM(Model):
             return super()._backend_for(arguments)
         return self._servers.chosen(arguments, self._mode)
 
-    def _described(self, backend: Any) -> ModelTree:
-        # A server's tree can be had at once, whatever the model's mode.
-        return super()._described(getattr(backend, "now", backend))
-
     @functools.cached_property
     def _servers(self) -> Any:
         return _client().Servers(

@@ -37,6 +37,7 @@ from nnsight_core.code import compile_block, is_lazy
 from nnsight_core.errors import (
     CaptureError,
     EncodeError,
+    EngineError,
     LocationError,
     PolicyError,
     ProtocolError,
@@ -582,6 +583,19 @@ def _sum(data: memoryview) -> int:
 def digest_of(data: Buffer) -> str:
     """The name of some content: BLAKE2b of 20 bytes, as hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+def check_content(digest: str, data: Buffer) -> None:
+    """Refuse content that may have changed since it was named, and has.
+
+    Raises:
+        EngineError: it has.
+    """
+    if not isinstance(data, bytes) and digest_of(data) != digest:
+        raise EngineError(
+            "A tensor that a block uses has changed while its request was on the way, and the "
+            "engine no longer holds what it was. Run the trace again."
+        )
 
 
 def _library_name(value: Any) -> dict[str, Json] | None:
