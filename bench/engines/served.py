@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from bench.serving import serving
 from bench.workloads import vllm_cpu
 from bench.workloads.served import BYTES, LARGE, LOCAL, SMALL
 from nnsight_client import VLLM as Served
@@ -43,15 +41,10 @@ def _local(path: str) -> VLLM:
 
 
 def _served(path: str) -> Served:
-    command = [str(Path(sys.executable).with_name("nnsight-serve")), path, "--port", "0"]
-    command.append("--enforce-eager")
+    flags = ["--enforce-eager"]
     for name, value in vllm_cpu.ARGUMENTS.items():
-        command += ["--" + name.replace("_", "-"), str(value)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.terminate)
-    assert server.stdout is not None
-    for line in server.stdout:
-        found = re.search(r"nnsight-serve: (http://\S+) serves", line)
-        if found:
-            return Served(path, serve=found[1])
-    raise RuntimeError("The server did not become ready.")
+        flags += ["--" + name.replace("_", "-"), str(value)]
+    running = ExitStack()
+    _, url = running.enter_context(serving(path, *flags))
+    atexit.register(running.close)
+    return Served(path, serve=url)

