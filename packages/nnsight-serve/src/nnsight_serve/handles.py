@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from nnsight_core.wire.frames import Frame
 from nnsight_vllm_worker.requests import handles_of
 
-_SAVING = ("ended", "saved")
-
 
 class Handles:
     """Whose the handles are that have gone out.
@@ -25,7 +23,7 @@ class Handles:
 
     def went(self, frame: Frame, caller: str) -> list[str]:
         """A frame goes to a caller; the handles in it are that caller's from now on."""
-        ids = handles_of(frame) if frame.header["kind"] in _SAVING else []
+        ids = handles_of(frame)
         for id in ids:
             self._of[id] = caller, time.monotonic()
         self._forget()

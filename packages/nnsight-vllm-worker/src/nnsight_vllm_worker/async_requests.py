@@ -112,11 +112,11 @@ class _Waiting:
         return key, what
 
     def frames(self) -> list[Frame]:
-        """The frames with saves that nobody has taken; nothing is left after that."""
+        """The frames that nobody has taken; nothing is left after that."""
         left: list[Frame] = []
         while not self._queue.empty():
             _, what = self._queue.get_nowait()
-            if isinstance(what, Frame) and what.header["kind"] in ("ended", "saved"):
+            if isinstance(what, Frame):
                 left.append(what)
         return left
 

@@ -426,9 +426,9 @@ class Tracing:
 
 
 def handles_of(frame: Frame) -> list[str]:
-    """The ids of the handles that a message brings home."""
+    """The ids of the handles that a message brings home; a message without saves brings none."""
     header = frame.header
-    forms = tagged(*header["saves"].values(), *header.get("more", {}).values())
+    forms = tagged(*header.get("saves", {}).values(), *header.get("more", {}).values())
     return [form["id"] for form in forms if form["$"] == "kept"]
 
 
