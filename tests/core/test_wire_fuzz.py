@@ -6,6 +6,8 @@ import contextlib
 import gc
 import random
 import sys
+import threading
+import traceback
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -135,13 +137,18 @@ def broken(frame: Frame, draw: random.Random) -> bytes:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[str]]:
-    """What Python is asked to do that decoding never should."""
+    """What Python is asked to do that decoding never should, by the thread that decodes."""
     seen: list[str] = []
     active = True
+    thread = threading.get_ident()
 
     def hook(event: str, args: Any) -> None:
-        if active and event.startswith(FORBIDDEN):
-            seen.append(f"{event} {str(args)[:200]}")
+        nonlocal active
+        if active and event.startswith(FORBIDDEN) and threading.get_ident() == thread:
+            active = False  # to say where opens the files of the stack
+            where = "".join(traceback.format_stack(limit=12))
+            seen.append(f"{event} {str(args)[:200]}\n{where}")
+            active = True
 
     sys.addaudithook(hook)
     try:
@@ -194,7 +201,8 @@ def fuzz(
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
-    assert not seen and sum(outcomes.values()) == count
+    assert not seen, seen[0]
+    assert sum(outcomes.values()) == count
     assert outcomes["ProtocolError"] > count // 2 and outcomes["taken"] > 100
     assert grown < 1 << 20
     return dict(outcomes)
