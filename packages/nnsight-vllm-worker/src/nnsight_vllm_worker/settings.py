@@ -82,7 +82,6 @@ def apply(arguments: dict[str, Any]) -> dict[str, Any]:
 REFUSED = {
     "speculative_config": "a block cannot yet see steps that verify several tokens at once",
     "pipeline_parallel_size": "a block cannot yet reach locations of several stages",
-    "tensor_parallel_size": "values of several ranks are not yet put together for a block",
     "data_parallel_size": "values of several replicas are not yet told apart",
     "decode_context_parallel_size": "values of several ranks are not yet put together for a block",
     "prefill_context_parallel_size": "values of several ranks are not yet put together for a block",

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class _Causes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:
-            _write_cause(self._path, record.exc_info[1])
+            with suppress(OSError):  # the engine stands, and nobody looks any more
+                _write_cause(self._path, record.exc_info[1])
 
 
 def _write_cause(path: Path, error: BaseException) -> None:
