@@ -17,6 +17,7 @@ from nnsight_core import (
     UnboundSaveWarning,
 )
 from nnsight_vllm_worker.submission import Request
+from tests.fixtures.ranks import WIDTH
 
 PARIS = "The Eiffel Tower is in the city of"
 ROME = "The Colosseum is in the city of"
