@@ -2,16 +2,17 @@
 
 Relies on (vLLM 0.26.0 and 0.27.1):
 - `get_tp_group()` has `ranks`, `rank_in_group`, `world_size`, and two process groups:
-  `device_group` for tensors, `cpu_group` for everything else. Its `all_reduce` and `all_gather` make
-  tensors whole, also where `tensor_model_parallel_all_reduce` is called.
+  `device_group` for tensors, `cpu_group` for everything else. Its `all_reduce` and `all_gather`
+  make tensors whole, also where `tensor_model_parallel_all_reduce` is called.
 - `MessageQueue.create_from_process_group(group, bytes, chunks)` makes a queue from the first rank
   to all others; `enqueue(object)` and `dequeue(indefinite=True)`.
 - a linear layer (`model_executor/layers/linear.py`) has `tp_size`, `output_partition_sizes`
   (columns of each fused part on a rank), and its class's own: `gather_output`, `input_is_parallel`,
   `reduce_results`, `num_kv_head_replicas`. What a LoRA wraps is its `base_layer`.
 - `VocabParallelEmbedding` holds rows of the vocabulary, and its output is whole.
-- `Attention` gives each rank's heads; activations `...AndMul` of `layers/activation.py` make one
-  column of two. Experts give back what has been reduced, unless `skip_final_all_reduce`.
+- A feed-forward part ends with `down_proj`. `Attention` gives each rank's heads; activations
+  `...AndMul` of `layers/activation.py` make one column of two. Experts give back what has been
+  reduced, unless `skip_final_all_reduce`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnsight_core.errors import EngineError
+from nnsight_vllm_worker.group import Group
 from nnsight_vllm_worker.layouts import SUM, Layout, Piece, Shared, Split, Unknown, split
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
 
@@ -37,16 +37,8 @@ def ranks_of(config: Any) -> int:
     return config.parallel_config.tensor_parallel_size
 
 
-class Ranks:
-    """The tensor-parallel ranks of one engine, as one of them sees them.
-
-    All of them call the same methods in the same order. Tensors travel as bytes, whatever their
-    dtype.
-
-    Attributes:
-        rank: the place of this one.
-        size: how many there are.
-    """
+class Ranks(Group):
+    """The tensor-parallel ranks of one engine."""
 
     def __init__(self) -> None:
         from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -57,8 +49,7 @@ class Ranks:
         check_methods(group, {"all_reduce": ("input_",), "all_gather": ("input_", "dim")})
         check_methods(MessageQueue, {"create_from_process_group": ("pg", "max_chunk_bytes")})
         check_methods(MessageQueue, {"enqueue": ("obj",), "dequeue": ("timeout", "indefinite")})
-        self.rank: int = group.rank_in_group
-        self.size: int = group.world_size
+        super().__init__(group.ranks, group.rank_in_group, group.device_group, group.cpu_group)
         self._group = group
         self._queue = MessageQueue.create_from_process_group(group.cpu_group, *_CHUNKS)
 
@@ -69,37 +60,6 @@ class Ranks:
     def receive(self) -> Any:
         """On every other rank: the next message."""
         return self._queue.dequeue(indefinite=True)
-
-    def agree(self, mine: Any) -> list[Any]:
-        """What all ranks hand in, in their order."""
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine, group=self._group.cpu_group)
-        return every
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """On the first rank: everybody's tensor, all of one shape. Elsewhere nothing."""
-        own = _bytes(tensor)
-        every = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(own, every, dst=self._group.ranks[0], group=self._group.device_group)
-        return [_as(data, tensor) for data in every or ()]
-
-    def scatter(self, parts: list[Tensor] | None, like: Tensor) -> Tensor:
-        """This rank's part of what the first rank has.
-
-        Args:
-            parts: on the first rank, one for each; None elsewhere.
-            like: a tensor of the shape and dtype of a part.
-        """
-        own = torch.empty_like(_bytes(like))
-        given = None if parts is None else [_bytes(part) for part in parts]
-        dist.scatter(own, given, src=self._group.ranks[0], group=self._group.device_group)
-        return _as(own, like)
-
-    def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
-        """The tensor that the first rank has."""
-        own = torch.empty_like(_bytes(like)) if tensor is None else _bytes(tensor)
-        dist.broadcast(own, src=self._group.ranks[0], group=self._group.device_group)
-        return _as(own, like)
 
     @contextmanager
     def watched(self, whole: Callable[[Tensor], None]) -> Iterator[None]:
@@ -126,14 +86,6 @@ class Ranks:
     def close(self) -> None:
         """Send no more messages."""
         self._queue.shutdown()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _as(data: Tensor, like: Tensor) -> Tensor:
-    return data.view(like.dtype).view(like.shape)
 
 
 class Layers:
@@ -173,18 +125,28 @@ class Layers:
                 return {}
             if path in self._foreign:
                 return {0: Unknown("a state-space layer splits it in a way of its own")}
-            if side == "input":
-                return {0: split(layer.input_size_per_partition)} if self._takes(layer) else {}
-            return {0: None if self._whole(layer) else self._output(layer)}
+            return self._of_linear(layer, side)
         if isinstance(layer, self._embedding) and side == "output":
             return {0: None}
+        if side == "output" and self._ends_unreduced(layer):
+            return {0: SUM}
         if isinstance(layer, self._attention) and side == "output":
             return {0: split(tensors[0][0].numel())}
         if isinstance(layer, self._experts) and side == "output":
-            return {0: SUM if layer.moe_config.skip_final_all_reduce else None}
+            return {0: SUM if _unreduced(layer) else None}
         if type(layer).__module__ == self._activations and side == "output" and entry:
             return _halved(tensors[0], entry[0])
         return {}
+
+    def _ends_unreduced(self, layer: Any) -> bool:
+        """Whether a feed-forward part leaves it to what is around it to add up its summands.
+
+        Shared experts do; what some of them multiply their output by is whole.
+        """
+        down = getattr(layer, "down_proj", None)
+        return isinstance(_bare(down), self._linear.RowParallelLinear) and not (
+            _bare(down).reduce_results or _bare(down).tp_size == 1
+        )
 
     def parameter(self, path: str, name: str, tensor: Tensor) -> tuple[Shared | None, int]:
         """The layout of a layer's own tensor, and the axis along which it lies.
@@ -222,8 +184,12 @@ class Layers:
         name = type(layer).__name__
         return linear or isinstance(layer, kinds) or name == "LogitsProcessor"
 
-    def _takes(self, layer: Any) -> bool:
-        return isinstance(layer, self._linear.RowParallelLinear) and layer.input_is_parallel
+    def _of_linear(self, layer: Any, side: str) -> dict[int, Layout]:
+        if side == "output":
+            return {0: None if self._whole(layer) else self._output(layer)}
+        if isinstance(layer, self._linear.RowParallelLinear) and layer.input_is_parallel:
+            return {0: split(layer.input_size_per_partition)}
+        return {}
 
     def _whole(self, layer: Any) -> bool:
         linear = self._linear
@@ -244,7 +210,11 @@ class Layers:
         return Unknown(f"{type(layer).__name__} splits its output in a way that is not known")
 
 
-def _bare(module: nn.Module) -> Any:
+def _unreduced(experts: Any) -> bool:
+    return experts.moe_config.skip_final_all_reduce
+
+
+def _bare(module: Any) -> Any:
     return getattr(module, "base_layer", module)
 
 
