@@ -81,8 +81,8 @@ LLAMA_SHAPE: dict[str, Any] = {
 }
 SHORT_SHAPE = LLAMA_SHAPE | {"num_hidden_layers": 4}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
-# Keyed by the model type of transformers, if `model_type` does not say it. Heads are 32 wide because
-# the CPU attention of vLLM takes 32 and 64, not 24.
+# Keyed by the model type of transformers, if `model_type` does not say it. Heads are 32 wide
+# because the CPU attention of vLLM takes 32 and 64, not 24.
 TINY_SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 12, "n_embd": 96, "n_head": 3, "n_positions": MAX_LENGTH},
     # Its heads can be dealt out to two GPUs, or to four.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.spawn import spawn
 
 from nnsight_vllm_worker.group import Group
 from nnsight_vllm_worker.layouts import SUM, Piece, Split, fits, join, part, split, whole_shape
@@ -64,7 +64,7 @@ def test_a_view_of_columns_keeps_their_pieces_or_has_no_layout() -> None:
 
 
 def layouts(ranks: int) -> list[tuple[Any, tuple[int, ...]]]:
-    """Layouts with the shape of a whole tensor: plain, fused, of heads, with copies, of summands."""
+    """Layouts with a whole shape: plain, fused, of heads, with copies, of summands."""
     kv = Piece(4, ranks // 2)
     return [
         (split(6), (3, 6 * ranks)),
@@ -98,4 +98,4 @@ def rank(number: int, size: int, place: str) -> None:
 @pytest.mark.local
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_hand_each_other_every_layout(size: int, tmp_path: Path) -> None:
-    mp.spawn(rank, (size, str(tmp_path / "meeting")), nprocs=size)
+    spawn(rank, (size, str(tmp_path / "meeting")), nprocs=size)

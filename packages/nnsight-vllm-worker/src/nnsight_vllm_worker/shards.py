@@ -10,7 +10,7 @@ refused by name and never served in part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,27 @@ from nnsight_vllm_worker.layouts import Layout, Split, Unknown, fits
 _MOST = 32
 """Entries of a tensor that are compared between ranks."""
 
-Told = Callable[[str, str, list[Tensor], list[Layout]], dict[int, Layout]]
-"""What a layer says of the tensors of its input or output: of a path and side, with its tensors
-and the layouts of its input."""
+
+class Layers(Protocol):
+    """What is known of a model's layers."""
+
+    def told(
+        self, path: str, side: str, tensors: list[Tensor], entry: list[Layout]
+    ) -> dict[int, Layout]:
+        """The layouts that a layer gives to tensors of its input or output, by their index.
+
+        Args:
+            entry: the layouts of its input.
+        """
+        ...
+
+    def splits(self, path: str) -> bool:
+        """Whether a layer is split over the ranks itself, so that its operations are as well."""
+        ...
+
+    def unfilled(self, path: str) -> bool:
+        """Whether a layer leaves its output as it found that memory, where it runs for nobody."""
+        ...
 
 
 class Claim(NamedTuple):
@@ -48,30 +66,43 @@ class Shards:
     """Follows the tensors of one forward pass on this rank.
 
     Args:
-        told: what layers say.
+        layers: what layers say.
+        rank: which rank this is.
     """
 
-    def __init__(self, told: Told) -> None:
-        self._told = told
+    def __init__(self, layers: Layers, rank: int) -> None:
+        self._layers = layers
+        self._random = torch.Generator().manual_seed(rank)
         self._claims: dict[str, list[Claim]] = {}
         self._known: dict[int, list[_Known]] = {}
         self._entries: dict[str, tuple[list[Tensor], list[Layout]]] = {}
         self._shared = False
+        self._inside: list[tuple[str, int, Tensor]] = []
 
     def see(self, location: Location, value: Any) -> None:
         """A location is reached."""
         found = [tensor for _, tensor in tensors(value)]
         entry, laid = self._entries.get(location.path, ([], []))
-        told = self._told(location.path, location.side, found, laid)
+        told = self._layers.told(location.path, location.side, found, laid)
+        if location.side == "output" and self._layers.unfilled(location.path):
+            # Else what follows would hold nothing that could be compared.
+            for tensor in found:
+                tensor.copy_(torch.randn(tensor.shape, generator=self._random))
+        owner, source, _ = location.path.partition(".source.")
+        inside = bool(source) and self._layers.splits(owner)
         layouts: list[Layout] = []
         claims: list[Claim] = []
         for index, tensor in enumerate(found):
             blank = False
             if index in told:
                 layout = told[index]
+                self._same_inside(tensor, layout)
             else:
                 layout, sure = self._followed(tensor)
-                if not sure and location.side == "output" and entry:
+                if not sure and inside:
+                    layout = Unknown("it is computed inside a layer of which each has a part")
+                    self._inside.append((str(location), index, tensor))
+                elif not sure and location.side == "output" and entry:
                     layout = _made(tensor, found[:index], entry, laid)
                 elif not sure:
                     blank = self._shared
@@ -107,6 +138,16 @@ class Shards:
             )
             for name, own in self._claims.items()
         }
+
+    def _same_inside(self, tensor: Tensor, layout: Layout) -> None:
+        """What a layer hands out is what operations inside it have made.
+
+        Not of what was summed up: that may have been done where it lies.
+        """
+        for name, index, made in self._inside if isinstance(layout, Split) else ():
+            if _storage(made) == _storage(tensor) and made.shape == tensor.shape:
+                claims = self._claims[name]
+                claims[index] = claims[index]._replace(layout=layout)
 
     def _remember(self, tensor: Tensor, layout: Layout) -> None:
         self._shared |= layout is not None

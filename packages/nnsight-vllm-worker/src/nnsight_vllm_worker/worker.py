@@ -160,7 +160,7 @@ class Loaded:
         try:
             if self.ranks is None or self.layers is None:
                 return record(interleaver, self.port.run_once)
-            shards = Shards(self.layers.told)
+            shards = Shards(self.layers, self.ranks.rank)
             with self.ranks.watched(shards.whole):
                 found = record(interleaver, self.port.run_once, see=shards.see)
             found.layouts = shards.layouts(self.ranks.agree, self.dummy)

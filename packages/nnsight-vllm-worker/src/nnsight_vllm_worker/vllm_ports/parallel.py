@@ -114,7 +114,7 @@ class Layers:
     def told(
         self, path: str, side: str, tensors: list[Tensor], entry: list[Layout]
     ) -> dict[int, Layout]:
-        """What a layer says of the tensors of its input or output. See `shards.Told`."""
+        """What a layer says of the tensors of its input or output. See `shards.Layers`."""
         module = self._modules.get(path)
         if module is None or not tensors:
             return {}
@@ -172,6 +172,15 @@ class Layers:
         if isinstance(layout, Unknown):
             raise EngineError(layout.why)
         return layout, 0
+
+    def splits(self, path: str) -> bool:
+        """Whether a layer is split over the ranks itself, so that its operations are as well."""
+        module = self._modules.get(path)
+        return module is not None and self._joint(_bare(module))
+
+    def unfilled(self, path: str) -> bool:
+        """Whether a layer leaves its output as it found that memory, where it runs for nobody."""
+        return isinstance(self._modules.get(path), self._attention)
 
     def local(self, path: str) -> bool:
         """Whether a module computes on one rank alone what all of them would."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsight_core.errors import EngineError, NNsightError, WriteError
-from nnsight_vllm_worker.vllm_ports import death, orphans
+from nnsight_vllm_worker.vllm_ports import death, orphans, scheduling
 
 CAUSES = "NNSIGHT_START_CAUSES"
 """Environment variable: the file into which a starting engine's processes write what failed."""
@@ -105,6 +105,7 @@ def build_llm(model: str, arguments: dict[str, Any]) -> Any:
     """A `vllm.LLM`."""
     from vllm import LLM
 
+    scheduling.silence()
     llm = LLM(model, **arguments)
     death.watch(llm)
     return llm
