@@ -104,7 +104,7 @@ class Copies:
     def tensors(self) -> list[Tensor]:
         """The memory of the copies."""
         if isinstance(self.values, Kept):
-            return list(self.values.copies.values())
+            return self.values.tensors()
         return flat(list(self.values.values()))
 
     def visit(self, interleaver: Interleaver) -> None:

@@ -326,6 +326,11 @@ class Kept(Mapping[Location, Any]):
         self._wanted = wanted
         self._lines = lines
 
+    def tensors(self) -> list[Tensor]:
+        """The memory of the copies."""
+        shards = [shard for _, shards in self._shards.values() for shard in shards]
+        return [*self.copies.values(), *shards]
+
     def __getitem__(self, at: Location) -> Any:
         tap = self._taps.taps[at]
         tensors = []

@@ -86,6 +86,8 @@ class Ranks(Group):
     def close(self) -> None:
         """Send no more messages."""
         self._queue.shutdown()
+        # Its memory is given back when nothing holds it, which vLLM gives a worker no time for.
+        self._queue.buffer = None
 
 
 class Layers:
