@@ -106,7 +106,9 @@ def _engine(path: str, **arguments: Any) -> Any:
     else:
         arguments = {"enforce_eager": True, **arguments}
     if RANKS > 1:
-        arguments = {"tensor_parallel_size": RANKS, **arguments}
+        # Of several engines, each of several processes, none may take what it likes.
+        space = {} if torch.cuda.is_available() else {"num_gpu_blocks_override": 400}
+        arguments = {"tensor_parallel_size": RANKS, **space, **arguments}
     settings = {"dtype": "float32", "max_model_len": 256, "seed": 0, **arguments}
     if SERVED:
         return Served(path, **settings)

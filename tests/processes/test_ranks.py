@@ -269,3 +269,70 @@ def test_what_fails_ends_its_request_alone(pair: Pair) -> None:
     with model.trace(PROMPT, **GREEDY):
         after = model.model.layers[1].mlp.down_proj.input.save()
     assert after.shape[1] == model.tree.modules["model.layers.1.mlp.down_proj"].input[0].shape[1]
+
+
+@pytest.fixture(scope="module")
+def tapped(processes: None) -> Iterator[tuple[Any, Any]]:
+    """A Llama on one rank, eager; and on two, compiled, with taps that are split over them."""
+    taps = ["resid", "model.layers.*.self_attn.qkv_proj.output"]
+    taps += ["model.layers.*.mlp.gate_up_proj.output", "model.layers.*.mlp.down_proj.input"]
+    settings = {**SETTINGS, "num_gpu_blocks_override": 200}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        with VLLM(_prepare("llama"), dispatch=True, **settings) as one:
+            patch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+            settings.update(enforce_eager=False, tensor_parallel_size=2)
+            with (
+                torch._dynamo.config.patch(disable=False),
+                VLLM(_prepare("llama"), dispatch=True, taps=taps, **settings) as two,
+            ):
+                yield one, two
+
+
+def test_taps_of_which_each_rank_has_a_part(tapped: tuple[Any, Any]) -> None:
+    random = torch.Generator().manual_seed(0)
+    vector = torch.randn(512, generator=random)
+    seen, ways = [], []
+    for model in tapped:
+        layers = model.model.layers
+        with model.trace(PROMPT, **GREEDY) as reading:
+            looked = [].save()
+            for _ in reading.all():
+                looked.append(layers[1].self_attn.qkv_proj.output[0])
+                looked.append(layers[2].mlp.gate_up_proj.output[0])
+                looked.append(layers[2].mlp.down_proj.input)
+                looked.append(layers[3].output[0])
+        with model.trace(PROMPT, **GREEDY) as writing:
+            logits = [].save()
+            for _ in writing.all():
+                layers[1].mlp.gate_up_proj.output[0][:] += vector
+                layers[2].self_attn.qkv_proj.output[0][:, 32:96] = 0
+                layers[2].self_attn.qkv_proj.output[0][:, 160:224] *= 2.0
+                logits.append(model.logits)
+        with model.trace(PROMPT, **GREEDY) as free:
+            rest = [].save()
+            for _ in free.all():
+                rows = layers[1].mlp.gate_up_proj.output[0]
+                rows[:, 200:300] = rows[:, 200:300].abs() + rows.mean()
+                rest.append(layers[4].mlp.down_proj.input)
+        outputs = [tracer.result for tracer in (reading, writing, free)]
+        seen.append((looked, logits, rest, [o.outputs[0].token_ids for o in outputs]))
+        ways.append([o.ways for o in outputs])
+    assert ways[1] == [{"deferred": 4}, {"tables": 4}, {"interleaved": 4}]
+    assert ways[0] == [{"eager": 4}] * 3
+    same(seen[0][:3], seen[1][:3])
+    assert seen[0][3] == seen[1][3]
+
+
+def test_a_long_prompt_at_taps_of_which_each_rank_has_a_part(tapped: tuple[Any, Any]) -> None:
+    """More rows than the taps have slots, and several pieces of a prompt."""
+    seen = []
+    for model in tapped:
+        with model.trace([5 + i % 300 for i in range(200)], **GREEDY) as tracer:
+            one = model.model.layers[1].self_attn.qkv_proj.output[0].save()
+            two = model.model.layers[2].mlp.down_proj.input.save()
+            out = tracer.result.save()
+        assert one.shape == (200, 256) and two.shape == (200, 256)
+        seen.append((one, two, out.outputs[0].token_ids))
+    same(seen[0][:2], seen[1][:2])
+    assert seen[0][2] == seen[1][2]
