@@ -29,11 +29,11 @@ PIP := -m pip --disable-pip-version-check -qq
 WHEEL := $(PIP) wheel --no-deps --no-build-isolation --wheel-dir
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench docs test-gpu wheels image pins clean distclean
+.PHONY: help demo test lint format bench docs test-gpu test-gpu2 wheels image pins clean distclean
 
 help: ## List the verbs
 	@echo 'make VERB [ARGS="..."] [PYTHON=python3.12] [TORCH_INDEX=URL]'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.ready .venv-client/.ready ## Serve a real model and trace it from a client that has no vLLM
 	$(PY) scripts/demo.py $(ARGS)
@@ -70,6 +70,10 @@ test-gpu: ## Run the GPU tests with PYTHON (bring vLLM there first: pip install 
 	  echo "then: make test-gpu PYTHON=that/python"; exit 1; } >&2
 	$(PYTHON) -m pytest -m gpu tests/worker $(ARGS)
 	$(PYTHON) -m pytest -m gpu tests/processes $(ARGS)
+
+test-gpu2: ## Run the tests of several ranks on two GPUs with PYTHON (as test-gpu)
+	$(PYTHON) -m pytest -m gpu2 tests/processes/test_ranks.py $(ARGS)
+	NNSIGHT_TEST_RANKS=2 $(PYTHON) -m pytest -m gpu2 $(RANKS_TESTS) $(ARGS)
 
 wheels: .venv/.ready ## Build the four wheels into dist/
 	rm -rf dist

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.fixtures.ranks import RANKS
+from tests.fixtures.ranks import RANKS, spread
 from tests.fixtures.served import SERVED, Served
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         for item in items:
             if {"worker", "processes"} & set(item.path.parts):
-                item.add_marker(pytest.mark.gpu)
+                several = RANKS > 1 or item.path.name == "test_ranks.py"
+                item.add_marker(pytest.mark.gpu2 if several else pytest.mark.gpu)
 
 
 def _prepare(name: str) -> str:
@@ -106,9 +107,7 @@ def _engine(path: str, **arguments: Any) -> Any:
     else:
         arguments = {"enforce_eager": True, **arguments}
     if RANKS > 1:
-        # Of several engines, each of several processes, none may take what it likes.
-        space = {} if torch.cuda.is_available() else {"num_gpu_blocks_override": 400}
-        arguments = {"tensor_parallel_size": RANKS, **space, **arguments}
+        arguments = spread(RANKS, **arguments)
     settings = {"dtype": "float32", "max_model_len": 256, "seed": 0, **arguments}
     if SERVED:
         return Served(path, **settings)

@@ -19,6 +19,7 @@ from nnsight_core import EncodeError, LocationError
 from nnsight_core.values import tensors
 from nnsight_vllm_worker import VLLM
 from tests.conftest import _prepare
+from tests.fixtures.ranks import spread
 from tests.processes.test_engine import PROMPT, SETTINGS
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
@@ -38,10 +39,8 @@ def pair(request: pytest.FixtureRequest, processes: None) -> Iterator[Pair]:
     path = _prepare(request.param)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        settings = {**SETTINGS, "num_gpu_blocks_override": 200}
         one, two = (
-            stack.enter_context(VLLM(path, dispatch=True, tensor_parallel_size=n, **settings))
-            for n in (1, 2)
+            stack.enter_context(VLLM(path, dispatch=True, **spread(n, **SETTINGS))) for n in (1, 2)
         )
         layers = "transformer.h" if request.param == "gpt2_wide" else "model.layers"
         yield Pair(one, two, layers)
@@ -276,12 +275,11 @@ def tapped(processes: None) -> Iterator[tuple[Any, Any]]:
     """A Llama on one rank, eager; and on two, compiled, with taps that are split over them."""
     taps = ["resid", "model.layers.*.self_attn.qkv_proj.output"]
     taps += ["model.layers.*.mlp.gate_up_proj.output", "model.layers.*.mlp.down_proj.input"]
-    settings = {**SETTINGS, "num_gpu_blocks_override": 200}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        with VLLM(_prepare("llama"), dispatch=True, **settings) as one:
+        with VLLM(_prepare("llama"), dispatch=True, **spread(1, **SETTINGS)) as one:
             patch.delenv("TORCH_COMPILE_DISABLE", raising=False)
-            settings.update(enforce_eager=False, tensor_parallel_size=2)
+            settings = spread(2, **{**SETTINGS, "enforce_eager": False})
             with (
                 torch._dynamo.config.patch(disable=False),
                 VLLM(_prepare("llama"), dispatch=True, taps=taps, **settings) as two,
