@@ -18,6 +18,7 @@ import torch
 from nnsight_core import EncodeError, LocationError
 from nnsight_core.values import tensors
 from nnsight_vllm_worker import VLLM
+from nnsight_vllm_worker.known import Blocks
 from tests.conftest import _prepare
 from tests.fixtures.ranks import spread
 from tests.processes.test_engine import PROMPT, SETTINGS
@@ -268,6 +269,44 @@ def test_what_fails_ends_its_request_alone(pair: Pair) -> None:
     with model.trace(PROMPT, **GREEDY):
         after = model.model.layers[1].mlp.down_proj.input.save()
     assert after.shape[1] == model.tree.modules["model.layers.1.mlp.down_proj"].input[0].shape[1]
+
+
+def test_what_one_rank_holds_is_refused(pair: Pair) -> None:
+    if f"{pair.layers}.1.mlp.down_proj" not in pair.one.tree.modules:
+        pytest.skip("other families have no such parts")
+    model = pair.two
+    for name in ("compute_logits", "q_size", "kv_cache", "quant_method", "_get_logits"):
+        with pytest.raises(LocationError, match=f"{name} cannot be had: "):
+            with model.trace(PROMPT, **GREEDY):
+                if name == "compute_logits":
+                    model.compute_logits(torch.ones(1, 128))
+                elif name == "q_size":
+                    model.model.layers[1].self_attn.q_size
+                elif name == "kv_cache":
+                    model.model.layers[1].self_attn.attn.kv_cache
+                elif name == "quant_method":
+                    model.model.layers[1].mlp.down_proj.quant_method
+                else:
+                    model.logits_processor._get_logits
+    with model.trace(PROMPT, **GREEDY):
+        norm = model.model.layers[1].input_layernorm.weight.save()
+        eps = model.model.layers[1].input_layernorm.variance_epsilon.save()
+        width = model.model.layers[1].self_attn.head_dim.save()
+        rows = model.model.embed_tokens.weight.shape[0].save()
+    assert norm.shape == (128,) and eps < 1e-3 and width == 32 and rows >= 515
+
+
+def test_what_comes_with_a_block_leaves_the_random_numbers_of_the_engine() -> None:
+    nothing: Any = None
+    blocks = Blocks(nothing, nothing, nothing, False, {})
+    before = torch.default_generator.get_state()
+    blocks.apart = True
+    drawn = [blocks.call(torch.rand, 3) for _ in range(2)]
+    assert torch.equal(*drawn)  # each begins where the engine is
+    assert torch.equal(torch.default_generator.get_state(), before)
+    blocks.apart = False
+    blocks.call(torch.rand, 3)
+    assert not torch.equal(torch.default_generator.get_state(), before)
 
 
 @pytest.fixture(scope="module")

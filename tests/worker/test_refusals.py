@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import CompilationConfig, ParallelConfig
 
-from nnsight_core import CaptureError, LocationError, NotSupportedError
+from nnsight_core import CaptureError, EngineError, LocationError, NotSupportedError
 from nnsight_core.taps import resolve
 from nnsight_vllm_worker import VLLM
+from nnsight_vllm_worker.vllm_ports import parallel
 
 PROMPT = "The Eiffel Tower is in the city of"
 
@@ -35,11 +38,13 @@ def test_an_engine_setting_that_cannot_be_had(gpt2_path: str, name: str, value: 
         VLLM(gpt2_path, dispatch=True, **{name: value})
 
 
-def test_tokens_cannot_be_dealt_out_over_ranks(gpt2_path: str) -> None:
+@pytest.mark.local
+def test_tokens_cannot_be_dealt_out_over_ranks() -> None:
     for name in ("enable_sp", "fuse_gemm_comms"):
-        passes = {"pass_config": {name: True}}
-        with pytest.raises(ValueError, match=f"^pass_config.{name}=True cannot be had yet: .*"):
-            VLLM(gpt2_path, dispatch=True, tensor_parallel_size=2, compilation_config=passes)
+        settings = CompilationConfig(pass_config={name: True})
+        config = SimpleNamespace(compilation_config=settings, parallel_config=ParallelConfig())
+        with pytest.raises(EngineError, match=f"pass_config.{name}=True cannot be had yet: .*"):
+            parallel.check(config)
 
 
 def test_a_pattern_that_names_no_tap(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +63,16 @@ def settings() -> Settings:
         sys.stdout,
         warnings.showwarning,
     )
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Within it, random numbers may be drawn; after it, they are where they were."""
+    before = [generator.get_state() for generator in _generators()]
+    try:
+        yield
+    finally:
+        _swapped(before)
 
 
 class Isolation:

@@ -20,9 +20,8 @@ from nnsight_core.locations import LOGITS, SAMPLES, Location
 # A model is held, and its tree looked at, by processes that never load PyTorch. What a block does
 # with the modules themselves imports it.
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from nnsight_core.run import Run
     from nnsight_core.tree import ModelTree
 
 SIDES = ("output", "input", "inputs", "source")
@@ -39,8 +38,8 @@ class Places:
         learn: gives the tree where it is not known, or in doubt, and something needs it.
         recall: gives the tree that was known earlier, which may be in doubt; asked once.
         call: runs a module of this path on values of a block, where calling it is not enough.
-        lent: makes of a module's own tensor what a block may see of it (the path of the module, the
-            tensor's name).
+        lent: makes of what a module holds beside its children (a weight, a number, a method) what a
+            block may see of it; called with the module's path, the name and the value.
         sure: whether the tree is the engine's own. No name is refused, and nothing counted, by
             one that is in doubt while the engine can be asked.
     """
@@ -56,7 +55,7 @@ class Places:
         self.prepare = prepare
         self.learn: Callable[[], ModelTree] | None = None
         self.call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
-        self.lent: Callable[[str, str, Tensor], Tensor] | None = None
+        self.lent: Callable[[str, str, Any], Any] | None = None
         self.recall: Callable[[], ModelTree | None] | None = None
         self.sure = True
         self.locations: dict[tuple[str, str], Location] = {}
@@ -189,16 +188,13 @@ class Node:
             except AttributeError:
                 pass
             else:
-                return value if run is None else map_tensors(value, partial(self._lent, run, name))
+                if run is None:
+                    return value
+                if places.lent is not None:
+                    value = places.lent(self._path, name, value)
+                return map_tensors(value, partial(run.lend, path))
         assert places.tree is not None
         raise LocationError(no_such(places.tree, path))
-
-    def _lent(self, run: Run, name: str, tensor: Tensor) -> Tensor:
-        path = f"{self._path}.{name}" if self._path else name
-        lent = self._places.lent
-        if lent is not None and tensor.numel():
-            tensor = lent(self._path, name, tensor)
-        return run.lend(path, tensor)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "output":

@@ -150,11 +150,7 @@ class Watchdog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it, the block that runs here is not interrupted; its time goes on.
-
-        Raises:
-            BlockTimeout: its time was up when it began.
-        """
+        """Within it, the block that runs here is not interrupted; its time goes on."""
         watched = self._threads.get(threading.get_ident())
         if watched is None or watched.until == math.inf:
             yield

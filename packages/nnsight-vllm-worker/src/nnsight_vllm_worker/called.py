@@ -108,7 +108,7 @@ class Called:
         if isinstance(form, Module):
             return self._places.modules[form.path]
         if isinstance(form, list | tuple):
-            return type(form)(self._filled(each, fill) for each in form)
+            return _like(form, [self._filled(each, fill) for each in form])
         if isinstance(form, dict):
             return {key: self._filled(each, fill) for key, each in form.items()}
         return form
@@ -117,13 +117,17 @@ class Called:
         return self._values.rows.layouts.get(self._places.location(path, side), ())
 
 
+def _like(value: Any, parts: list[Any]) -> Any:
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
 def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Hole(tuple(value.shape), value.dtype)
     if isinstance(value, Node):
         return Module(value._path)
     if isinstance(value, list | tuple):
-        return type(value)(_form(each) for each in value)
+        return _like(value, [_form(each) for each in value])
     if isinstance(value, dict):
         return {key: _form(each) for key, each in value.items()}
     return value

@@ -83,18 +83,20 @@ class Copies:
         wanted = {at for seat in seats for at in seat.taps}
         self.wanted = tuple(at for at in taps.taps if at in wanted)
         self._heard: dict[Location, Any] = {}
+        self._listening = False
         self._taps = taps
         self.first = first
 
     def take(self) -> None:
         """Copy what lies in the slots."""
-        if self._heard:
+        if self._listening:
             self.values = self._heard
         elif self.wanted:
             self.values = self._taps.copies(self.wanted, self.first, self.rows)
 
     def listen(self) -> None:
         """Have it copied within the pass: there are more rows than slots."""
+        self._listening = True
         self._taps.listen(self.wanted, self._hear)
 
     def _hear(self, at: Location, tensors: list[Tensor]) -> None:
@@ -109,9 +111,9 @@ class Copies:
 
     def visit(self, interleaver: Interleaver) -> None:
         """Bring the copies to the runs that wait for them, as a forward pass would."""
-        for location, value in self.values.items():
+        for location in self.values:
             if location in interleaver.waiting or location in interleaver.observers:
-                interleaver.arrive(location, value)
+                interleaver.arrive(location, self.values[location])
             else:
                 interleaver.passed.add(location)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,11 +26,28 @@ from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.traced import Arrival, Part
 from nnsight_vllm_worker.vllm_ports.parallel import Layers, Ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 _log = logging.getLogger(__name__)
 _ENGINES = {at.side: at for at in (LOGITS, SAMPLES)}
+
+
+_T = TypeVar("_T")
+
+
+def or_end(step: Callable[..., _T]) -> Callable[..., _T]:
+    """What goes wrong on this rank ends its process, and so the engine.
+
+    vLLM hears of errors from the first rank alone, which would wait for this one for ever.
+    """
+
+    @functools.wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> _T:
+        try:
+            return step(*args, **kwargs)
+        except Exception:
+            _log.exception("A rank cannot follow the first one; the engine ends.")
+            os._exit(1)
+
+    return watched
 
 
 class Follower:
@@ -110,6 +130,7 @@ class FollowerInterleaver(Interleaver):
         self.waiting.update((self.follower.at(name), nobody) for name in names)
         self.watching = bool(names)
 
+    @or_end
     def arrive(self, location: Location, value: Any) -> Any:
         if location not in self.waiting:
             return value
@@ -157,12 +178,14 @@ class FollowerSteps:
         """The taps at which graphs break."""
         return () if self._plan is None else tuple(map(self.follower.at, self._plan.breaks))
 
+    @or_end
     def requests(self, new: list[Arrival], gone: set[str]) -> None:
         """Requests come and go."""
         self._rest()
         if self.blocked.come(new, gone):
             self.follower.follow()
 
+    @or_end
     def begin(self, batch: list[Part]) -> None:
         """The forward pass is about to run."""
         go = self.follower.follow()
@@ -197,6 +220,7 @@ class FollowerSteps:
         if location in self.interleaver.waiting:
             self.interleaver.arrive(location, self.taps.value(location, tensors))
 
+    @or_end
     def forwarded(self) -> None:
         """The forward pass is over."""
         for taken in self._plan.taken if self._plan is not None else ():
@@ -220,6 +244,7 @@ class FollowerSteps:
         self._rest()
         return []
 
+    @or_end
     def _stage(self, engine: Tensor | None) -> None:
         if self._plan is not None and self._plan.stages:
             self.follower.follow(engine)

@@ -166,7 +166,8 @@ class Values:
             if isinstance(layout, Split | Sum):
                 every = axis is None or axis.counts != TOKENS
                 spans = [(0, tensor.shape[0])] if every else self.spans
-                found[index] = self._whole(layout, tensor, spans)
+                if spans:
+                    found[index] = self._whole(layout, tensor, spans)
         made = iter(found)
         return map_tensors(value, lambda _: next(made))
 
@@ -199,12 +200,13 @@ class Values:
             if writes.copied and index not in copied:
                 held[index] = held[index].clone()
                 copied.add(index)
-            size = self.ranks.size
-            parts = [part(layout, rows, rank, size) for rank in range(size)]
             own = held[index].narrow(change.axis, change.start, change.stop - change.start)
             if isinstance(layout, Split):
-                self.ranks.scatter(parts, own)
-            own.copy_(parts[0])
+                size = self.ranks.size
+                parts = [part(layout, rows, rank, size) for rank in range(size)]
+                own.copy_(self.ranks.scatter(parts, own))
+            else:
+                own.copy_(part(layout, rows, 0, self.ranks.size))
         made = iter(held)
         return map_tensors(value, lambda _: next(made))
 

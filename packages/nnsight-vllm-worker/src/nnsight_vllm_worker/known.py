@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 
 from nnsight_core.effects import Effects, effects_of
+from nnsight_core.isolation import random_kept
 from nnsight_core.keeps import Keeper
 from nnsight_core.lowering import Lowered, NotLowered
 from nnsight_core.node import Root
@@ -29,6 +31,7 @@ from nnsight_core.wire.frames import Buffer, read_frame
 from nnsight_core.wire.messages import BlockMessage, expect
 from nnsight_vllm_worker.blobs import Store
 
+_T = TypeVar("_T")
 _MOST = 256
 """How many blocks, and of each how many lowered forms, are remembered."""
 
@@ -72,7 +75,7 @@ class Known:
         """
         names = self._names
         if names is None:
-            names = WATCHDOG.call(self._blocks.limit, self._decoded, blobs, keeper)
+            names = self._blocks.call(self._decoded, blobs, keeper)
             if self._fixed:
                 self._names = names
         run = run_with(self.block, self.code, names, key, self._blocks.extra)
@@ -117,7 +120,7 @@ class Known:
         if found is None:
             blocks = self._blocks
             asked = (self.code, run.scope, blocks.tree, prompt, blocks.store.device)
-            found = WATCHDOG.call(blocks.limit, lower_at_taps, *asked)
+            found = blocks.call(lower_at_taps, *asked)
             if self._said:
                 self._lowered[prompt] = found
             while len(self._lowered) > _MOST:
@@ -179,6 +182,15 @@ class Blocks:
         self.apart = False
         self._seeds = itertools.count(1)
         self._known: OrderedDict[bytes, Known] = OrderedDict()
+
+    def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call what may run code that came with a block, but is not the block.
+
+        Raises:
+            BlockTimeout: it took longer than a block may run.
+        """
+        with random_kept() if self.apart else nullcontext():
+            return WATCHDOG.call(self.limit, function, *args)
 
     def separate(self, run: Run) -> None:
         """Give a run random numbers of its own, if blocks have such."""

@@ -105,10 +105,11 @@ class Leader:
     def _prepare(self, path: str) -> None:
         """Watch the operations of a forward, on every rank."""
         assert self._watch is not None
-        self._watch(path)
-        if path not in self._watched:
-            self._watched.add(path)
-            self.tell("watch", path)
+        with WATCHDOG.paused():
+            self._watch(path)
+            if path not in self._watched:
+                self.tell("watch", path)
+                self._watched.add(path)
 
     def _call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._layers.local(path):
@@ -118,11 +119,17 @@ class Leader:
             self.ask("call", path, path, form)
             return self._called.run(path, form, flat((list(args), dict(kwargs))))
 
-    def _lent(self, path: str, name: str, tensor: Tensor) -> Tensor:
+    def _lent(self, path: str, name: str, value: Any) -> Any:
         try:
-            layout, axis = self._layers.parameter(path, name, tensor)
+            if not isinstance(value, Tensor):
+                self._layers.check(path, name, value)
+                return value
+            if not value.numel():
+                return value  # the engine has let it go, which is said elsewhere
+            layout, axis = self._layers.parameter(path, name, value)
         except EngineError as error:
-            raise LocationError(f"{path}.{name} cannot be read: {error}.") from None
+            raise LocationError(f"{path}.{name} cannot be had: {error}.") from None
+        tensor = value
         if layout is None:
             return tensor
         with WATCHDOG.paused():

@@ -46,6 +46,9 @@ class Loaded:
         self.dummy = config.load_config.load_format == "dummy"
         self.modules = dict(self.port.model.named_modules(remove_duplicate=False))
         self.layers = parallel.Layers(self.modules) if self.ranks is not None else None
+        if self.ranks is not None and self.layers is not None:
+            parallel.check(config)
+            self.layers.compare(self.ranks.agree)
         forward.plain_when(self.port.model, self._plain)
         named = config.model_config
         bare = bare_tree(self.port.model, named.served_model_name or named.model, startup.engine())
@@ -78,6 +81,7 @@ class Loaded:
             with self.ranks.watched(shards.whole):
                 found = record(interleaver, self.port.run_once, see=shards.see)
             found.layouts = shards.layouts(self.ranks.agree, self.dummy)
+            self.layers.meeting |= shards.meeting
             found.rank, found.ranks = self.ranks.rank, self.ranks.size
             return found
         finally:

@@ -27,7 +27,6 @@ from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.run import Run
 from nnsight_core.traceback import users_file
 from nnsight_core.watch import Watch
-from nnsight_core.watchdog import WATCHDOG
 from nnsight_core.wire.blocks import encode_ended, encode_saved
 from nnsight_core.wire.bounded import BoundedEncoder, Room
 from nnsight_core.wire.data import Encoder
@@ -263,7 +262,7 @@ class Tracing:
         about = {**traced.place, "made": traced.made, "steps": steps}
         encoded = partial(encode_saved, run, traced.told, self._encoder(traced), **about)
         try:
-            self._emit(WATCHDOG.call(self.limit, encoded))
+            self._emit(self.blocks.call(encoded))
         except BaseException as error:
             self.fail(traced, _safe(error))
             self._send(traced)
@@ -274,7 +273,7 @@ class Tracing:
         run.error = run.error or self._store.check(traced.blobs)
         run.error = run.error or (keeper.check() if keeper is not None else None)
         try:
-            frame = WATCHDOG.call(self.limit, self._encoded, traced)
+            frame = self.blocks.call(self._encoded, traced)
         except BaseException as error:
             # Whatever a block saved or raised, encoding it must not take the engine along. Its own
             # code is not run a second time.

@@ -76,14 +76,6 @@ def apply(arguments: dict[str, Any]) -> dict[str, Any]:
         value = chosen.get(refused)
         if value is True or value not in (None, 1, False):
             raise ValueError(f"{refused}={value!r} cannot be had yet: {reason}.")
-    compilation = chosen.get("compilation_config")
-    passes = compilation.get("pass_config") if isinstance(compilation, dict) else None
-    for refused in ("enable_sp", "fuse_gemm_comms"):
-        if isinstance(passes, dict) and passes.get(refused):
-            raise ValueError(
-                f"pass_config.{refused}=True cannot be had yet: tokens that are dealt out over "
-                "ranks are not yet put together for a block."
-            )
     return chosen
 
 

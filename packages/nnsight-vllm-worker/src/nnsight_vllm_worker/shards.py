@@ -50,11 +50,13 @@ class Claim(NamedTuple):
 
     Attributes:
         blank: whether the layout rests on nothing but these entries.
+        made: whether it is that of what the tensor was computed from.
     """
 
     layout: Layout
     entries: list[float]
     blank: bool = False
+    made: bool = False
 
 
 class _Known(NamedTuple):
@@ -68,6 +70,9 @@ class Shards:
     Args:
         layers: what layers say.
         rank: which rank this is.
+
+    Attributes:
+        meeting: the modules in which ranks meet in a collective.
     """
 
     def __init__(self, layers: Layers, rank: int) -> None:
@@ -76,6 +81,9 @@ class Shards:
         self._claims: dict[str, list[Claim]] = {}
         self._known: dict[int, list[_Known]] = {}
         self._entries: dict[str, tuple[list[Tensor], list[Layout]]] = {}
+        self.meeting: set[str] = set()
+        self._running: list[str] = []
+        self._blank: set[str] = set()
         self._shared = False
         self._inside: list[tuple[str, int, Tensor]] = []
 
@@ -89,11 +97,15 @@ class Shards:
             for tensor in found:
                 tensor.copy_(torch.randn(tensor.shape, generator=self._random))
         owner, source, _ = location.path.partition(".source.")
+        if not source and location.side == "input":
+            self._running.append(owner)
+        elif not source and owner in self._running:
+            del self._running[self._running.index(owner) :]
         inside = bool(source) and self._layers.splits(owner)
         layouts: list[Layout] = []
         claims: list[Claim] = []
         for index, tensor in enumerate(found):
-            blank = False
+            blank = made = False
             if index in told:
                 layout = told[index]
                 self._same_inside(tensor, layout)
@@ -104,19 +116,23 @@ class Shards:
                     self._inside.append((str(location), index, tensor))
                 elif not sure and location.side == "output" and entry:
                     layout = _made(tensor, found[:index], entry, laid)
+                    made, blank = True, location.path in self._blank
                 elif not sure:
                     blank = self._shared
             if not fits(layout, tuple(tensor.shape)):
                 layout = Unknown("a rank's part of it cuts a head")
             layouts.append(layout)
             self._remember(tensor, layout)
-            claims.append(Claim(layout, _some(tensor), blank))
+            claims.append(Claim(layout, some(tensor), blank, made))
+            if blank and location.side == "input":
+                self._blank.add(location.path)
         if location.side == "input":
             self._entries[location.path] = (found, layouts)
         self._claims.setdefault(str(location), claims)
 
     def whole(self, tensor: Tensor) -> None:
         """A collective has made a tensor whole."""
+        self.meeting.update(self._running)
         self._remember(tensor, None)
 
     def layouts(
@@ -222,7 +238,8 @@ def _made(tensor: Tensor, before: list[Tensor], entry: list[Tensor], laid: list[
     return None
 
 
-def _some(tensor: Tensor) -> list[float]:
+def some(tensor: Tensor) -> list[float]:
+    """Some entries of a tensor, to be compared with those of another rank."""
     flat = tensor.detach().reshape(-1)
     if not flat.numel() or flat.is_complex():
         return []
@@ -236,17 +253,21 @@ def _agreed(claims: list[list[Claim] | None], index: int, dummy: bool) -> Layout
     layout = own[0].layout
     if any(claim.layout != layout for claim in own):
         return Unknown("the ranks hold it in different ways")
+    values = [torch.tensor(claim.entries, dtype=torch.float64) for claim in own]
+    if isinstance(layout, Split) and own[0].made and not dummy:
+        alone = any(piece.replicas < len(own) for piece in layout.pieces)
+        if alone and any(own[0].entries) and all(close(values[0], v) for v in values[1:]):
+            return Unknown("each rank seems to hold all of it, where it should hold a part")
     if layout is not None:
         return layout
     if own[0].blank and (dummy or not any(own[0].entries)):
         return Unknown("nothing says whether each rank holds all of it")
-    values = [torch.tensor(claim.entries, dtype=torch.float64) for claim in own]
-    if any(not _close(values[0], other) for other in values[1:]):
+    if any(not close(values[0], other) for other in values[1:]):
         return Unknown("its values differ between the ranks")
     return None
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def close(one: Tensor, other: Tensor) -> bool:
     """Whether two ranks have computed the same, up to how they round."""
     if one.shape != other.shape:
         return False

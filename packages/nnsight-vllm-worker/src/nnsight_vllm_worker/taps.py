@@ -223,9 +223,7 @@ class Taps:
 
     def copies(self, wanted: tuple[Location, ...], first: int, rows: int) -> Kept:
         """The values of taps, with the rows in `rows` slots from `first` on, as copies."""
-        lines = self._lines.get(wanted)
-        if lines is None:
-            lines = self._lines[wanted] = self._lines_of(wanted)
+        lines = self._lines_of(wanted)
         copies = {}
         for kind, (chosen, index) in lines.items():
             memory = self._memory[kind][:, first : first + rows]
@@ -260,14 +258,18 @@ class Taps:
         return join(layout, shards) if shards else tensor
 
     def _lines_of(self, wanted: tuple[Location, ...]) -> dict[Kind, tuple[list[int], Tensor]]:
+        known = self._lines.get(wanted)
+        if known is not None:
+            return known
         found: dict[Kind, list[int]] = {}
         for at in wanted:
             for kind, line in self.taps[at].places:
                 found.setdefault(kind, []).append(line)
-        return {
+        lines = self._lines[wanted] = {
             kind: (chosen, torch.tensor(chosen, device=self.device))
             for kind, chosen in found.items()
         }
+        return lines
 
     def value(self, at: Location, tensors: list[Tensor]) -> Any:
         """The value of a tap, built as the module builds it, of these tensors."""

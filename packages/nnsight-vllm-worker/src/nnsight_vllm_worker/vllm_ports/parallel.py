@@ -21,20 +21,48 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nnsight_core.errors import EngineError
 from nnsight_vllm_worker.group import Group
 from nnsight_vllm_worker.layouts import SUM, Layout, Piece, Shared, Split, Unknown, split
+from nnsight_vllm_worker.shards import close, some
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
 
 _GROUP = ("ranks", "rank_in_group", "world_size", "device_group", "cpu_group")
 _CHUNKS = (1 << 20, 16)
+_OF_ALL = frozenset(
+    ("head_dim", "head_size", "hidden_size", "embed_dim", "input_size", "output_size", "layer_idx")
+    + ("total_num_heads", "total_num_kv_heads", "vocab_size", "org_vocab_size", "top_k")
+)
+"""Numbers of modules that do not depend on how many ranks there are."""
 
 
 def ranks_of(config: Any) -> int:
     """Over how many ranks the layers of an engine are split."""
     return config.parallel_config.tensor_parallel_size
+
+
+def check(config: Any) -> None:
+    """Refuse what a configuration asks for that blocks cannot have on several ranks.
+
+    Raises:
+        EngineError: tokens are dealt out over the ranks, or each rank has a holder of its own.
+    """
+    passes = config.compilation_config.pass_config
+    for name in ("enable_sp", "fuse_gemm_comms"):
+        if getattr(passes, name, False):
+            raise EngineError(
+                f"pass_config.{name}=True cannot be had yet: tokens that are dealt out over ranks "
+                "are not yet put together for a block."
+            )
+    backend = config.parallel_config.distributed_executor_backend
+    if backend == "external_launcher":
+        raise EngineError(
+            f"distributed_executor_backend={backend!r} cannot be had: each rank would have a "
+            "holder of its own, of which the first one alone would hear of blocks."
+        )
 
 
 class Ranks(Group):
@@ -91,7 +119,11 @@ class Ranks(Group):
 
 
 class Layers:
-    """What the layers of a model say about how they are split."""
+    """What the layers of a model say about how they are split.
+
+    Attributes:
+        meeting: the modules in which ranks meet, besides those that are known to.
+    """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         from vllm.model_executor.layers import activation, linear, vocab_parallel_embedding
@@ -101,13 +133,15 @@ class Layers:
         )
 
         self._linear = linear
-        self._embedding = vocab_parallel_embedding.VocabParallelEmbedding
+        self._embedding = vocab_parallel_embedding
         self._activations = activation.__name__
         self._attention = (Attention, MLAAttention)
         self._experts = MoERunnerInterface
         self._modules = modules
+        self._whole_tensors: set[str] = set()
+        self.meeting: set[str] = set()
         self._foreign = {
-            f"{path}.{name}"
+            f"{path}.{name}".removesuffix(".")
             for path, module in modules.items()
             if ".layers.mamba." in type(module).__module__
             for name, _ in module.named_modules()
@@ -128,7 +162,7 @@ class Layers:
             if path in self._foreign:
                 return {0: Unknown("a state-space layer splits it in a way of its own")}
             return self._of_linear(layer, side)
-        if isinstance(layer, self._embedding) and side == "output":
+        if isinstance(layer, self._embedding.VocabParallelEmbedding) and side == "output":
             return {0: None}
         if side == "output" and self._ends_unreduced(layer):
             return {0: SUM}
@@ -150,6 +184,28 @@ class Layers:
             _bare(down).reduce_results or _bare(down).tp_size == 1
         )
 
+    def compare(self, agree: Callable[[Any], list[Any]]) -> None:
+        """Find out which tensors each rank holds whole; called on all ranks, once."""
+        mine = {
+            f"{path}.{name}": (tuple(tensor.shape), some(tensor))
+            for path, module in self._modules.items()
+            if not self.splits(path) and ".fused_moe." not in type(module).__module__
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+            if tensor is not None and not hasattr(tensor, "weight_loader")
+        }
+        every = agree(mine)
+        self._whole_tensors = {
+            name
+            for name, (shape, entries) in mine.items()
+            if all(
+                name in other
+                and other[name][0] == shape
+                and close(torch.tensor(entries), torch.tensor(other[name][1]))
+                for other in every
+            )
+        }
+
     def parameter(self, path: str, name: str, tensor: Tensor) -> tuple[Shared | None, int]:
         """The layout of a layer's own tensor, and the axis along which it lies.
 
@@ -157,23 +213,49 @@ class Layers:
             EngineError: it is not known.
         """
         layer = _bare(self._modules[path])
-        if isinstance(layer, self._embedding):
-            return (split(tensor.shape[0]), 0) if layer.tp_size > 1 else (None, 0)
-        if not isinstance(layer, self._linear.LinearBase):
-            if isinstance(layer, self._experts) or "fused_moe" in type(layer).__module__:
-                raise EngineError("experts are split over the ranks, so it cannot be read whole")
+        embedding = self._embedding.UnquantizedEmbeddingMethod
+        if f"{path}.{name}" in self._whole_tensors:
             return None, 0
+        if isinstance(layer, self._embedding.VocabParallelEmbedding):
+            if name == "weight" and isinstance(layer.quant_method, embedding):
+                return split(tensor.shape[0]), 0
+        elif isinstance(layer, self._linear.LinearBase) and path not in self._foreign:
+            plain = isinstance(layer.quant_method, self._linear.UnquantizedLinearMethod)
+            if plain and name in ("weight", "bias"):
+                return self._of_weight(layer, name)
+        raise EngineError("nothing says how the ranks share it")
+
+    def _of_weight(self, layer: Any, name: str) -> tuple[Shared | None, int]:
         if layer.tp_size == 1:
             return None, 0
-        plain = isinstance(layer.quant_method, self._linear.UnquantizedLinearMethod)
-        if not plain or path in self._foreign or name not in ("weight", "bias"):
-            raise EngineError("its layer is split over the ranks in a way that is not known")
         if isinstance(layer, self._linear.RowParallelLinear):
-            return (split(tensor.shape[1]), 1) if name == "weight" else (None, 0)
+            if name == "bias":
+                return None, 0
+            return split(layer.input_size_per_partition), 1
         layout = self._output(layer)
-        if isinstance(layout, Unknown):
-            raise EngineError(layout.why)
-        return layout, 0
+        if isinstance(layout, Split):
+            return layout, 0
+        raise EngineError("its layer is split over the ranks in a way that is not known")
+
+    def check(self, path: str, name: str, value: Any) -> None:
+        """Refuse what of a module that ranks share is only one rank's.
+
+        Raises:
+            EngineError: it is no plain value, or a number that may count a rank's part.
+        """
+        if self.local(path) or isinstance(value, bool | float | str | type(None) | torch.dtype):
+            return
+        if isinstance(value, int) and name in _OF_ALL:
+            return
+        if isinstance(value, int):
+            raise EngineError(
+                "the module is split over the ranks, and this number may be one rank's alone. "
+                "Take it from the shapes of values, which are whole"
+            )
+        raise EngineError(
+            "the module is split over the ranks, and this would run on one of them, or show what "
+            "one holds. Call the module itself, or ask for its values"
+        )
 
     def splits(self, path: str) -> bool:
         """Whether a layer is split over the ranks itself, so that its operations are as well."""
@@ -186,12 +268,13 @@ class Layers:
 
     def local(self, path: str) -> bool:
         """Whether a module computes on one rank alone what all of them would."""
-        module = self._modules[path]
-        return not any(self._joint(_bare(part)) for part in module.modules())
+        if any(met == path or met.startswith(f"{path}.") for met in self.meeting) or not path:
+            return False
+        return not any(self._joint(_bare(part)) for part in self._modules[path].modules())
 
     def _joint(self, layer: nn.Module) -> bool:
         linear = isinstance(layer, self._linear.LinearBase) and layer.tp_size > 1
-        kinds = (self._embedding, *self._attention, self._experts)
+        kinds = (self._embedding.VocabParallelEmbedding, *self._attention, self._experts)
         name = type(layer).__name__
         return linear or isinstance(layer, kinds) or name == "LogitsProcessor"
 
