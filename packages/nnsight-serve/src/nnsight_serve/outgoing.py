@@ -17,8 +17,10 @@ from nnsight_serve.incoming import Trace
 from nnsight_serve.refusals import record_of
 from nnsight_vllm_worker.async_engine import AsyncEngine
 
-PIECE = 1 << 20
-"""Bytes that are given to a socket at a time."""
+PIECE = 1 << 17
+"""Bytes that are given to a socket at a time: more of them leave the caches on their way."""
+_MUCH = 1 << 20
+"""Bytes that take long to pack."""
 SILENCE = 10.0
 """Seconds of silence after which a client is told that the server is there."""
 
@@ -125,7 +127,7 @@ class FrameResponse(Response):
         )
         async with aclosing(self._frames) as frames:
             async for frame in frames:
-                if self._compress and sum(memoryview(b).nbytes for b in frame.buffers) > PIECE:
+                if self._compress and sum(memoryview(b).nbytes for b in frame.buffers) > _MUCH:
                     # To pack much would make every other request wait.
                     parts = await asyncio.to_thread(frame.parts, True)
                 else:
@@ -135,7 +137,7 @@ class FrameResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _pieces(parts: list[Buffer]) -> Iterator[bytes]:
+def _pieces(parts: list[Buffer]) -> Iterator[Buffer]:
     """The parts of a frame as bodies of a size that sockets like."""
     small = bytearray()
     for part in parts:
@@ -147,7 +149,7 @@ def _pieces(parts: list[Buffer]) -> Iterator[bytes]:
             yield bytes(small)
             small.clear()
         for start in range(0, len(view), PIECE):
-            yield bytes(view[start : start + PIECE])
+            yield view[start : start + PIECE]
     if small:
         yield bytes(small)
 

@@ -42,6 +42,8 @@ class AsyncEngine:
         keep_seconds: how long they stay.
         max_saves: how many bytes the saves of one request may have; None for any.
         policy: what blocks may do, as the import path of a `nnsight_core.policy.Policy`.
+        whole: whether the buffers of frames are whole, for whoever reads them; who only passes them
+            on is faster with pieces.
 
     Attributes:
         llm: vLLM's own object.
@@ -73,10 +75,11 @@ class AsyncEngine:
         keep_seconds: float = SECONDS,
         max_saves: int | None = None,
         policy: str = TRUSTED_PATH,
+        whole: bool = True,
     ) -> None:
         chosen = apply(arguments)
         self.loop = asyncio.get_running_loop()
-        self._receiver = Receiver()
+        self._receiver = Receiver(whole)
         limits = (block_timeout, keep_bytes, keep_seconds, max_saves)
         self._attaching = (self._receiver.address, pickle, *limits, policy)
         self._keep_seconds = keep_seconds

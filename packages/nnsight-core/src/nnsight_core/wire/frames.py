@@ -19,8 +19,10 @@ import json
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
+import numpy
 import orjson
 
 from nnsight_core.errors import ProtocolError
@@ -34,26 +36,36 @@ _PREFIX = struct.Struct("<4sBBHIQ")
 _ZSTD = 1
 _WORTH_COMPRESSING = 1 << 16
 _MAX_HEADER = 1 << 28
+_NONE = memoryview(b"")
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(slots=True)
 class Frame:
-    """A message: its header, and the buffers that the header speaks of by index."""
+    """A message: its header, and the buffers that the header speaks of by index.
+
+    Attributes:
+        lengths: how many bytes each buffer has, where `buffers` are pieces of them, to be passed
+            on and not to be read; None where they are whole.
+    """
 
     header: dict[str, Any]
     buffers: list[Buffer] = field(default_factory=list)
+    lengths: list[int] | None = None
 
     def parts(self, compress: bool = False) -> list[Buffer]:
         """The frame as pieces that follow one another; buffers are not copied."""
-        lengths = [memoryview(b).nbytes for b in self.buffers]
+        sizes = [memoryview(b).nbytes for b in self.buffers]
+        lengths = sizes if self.lengths is None else self.lengths
         header = _json({**self.header, "buffers": lengths})
+        ends = zip(accumulate(lengths), lengths, strict=True)
+        missing = {end: bytes(-length % 8) for end, length in ends if length % 8}
         body: list[Buffer] = []
-        for buffer, length in zip(self.buffers, lengths, strict=True):
+        for buffer, end in zip(self.buffers, accumulate(sizes), strict=True):
             body.append(buffer)
-            if length % 8:
-                body.append(bytes(8 - length % 8))
+            if end in missing:
+                body.append(missing.pop(end))
         size = sum(memoryview(b).nbytes for b in body)
         flags = 0
         if compress and size >= _WORTH_COMPRESSING:
@@ -92,7 +104,7 @@ class FrameReader:
         self._flags = 0
         self._header: bytes | None = None
         # A body goes where it stays, so that a large one is copied once.
-        self._body = bytearray()
+        self._body = _NONE
         self._filled = 0
 
     def feed(self, chunk: Buffer) -> Iterator[Frame]:
@@ -108,14 +120,32 @@ class FrameReader:
                 rest = self._begin(rest)
             if self._header is None:
                 return
-            taken = min(len(self._body) - self._filled, len(rest))
-            self._body[self._filled : self._filled + taken] = rest[:taken]
-            self._filled += taken
+            taken = min(len(self.room), len(rest))
+            self.room[:taken] = rest[:taken]
             rest = rest[taken:]
-            if self._filled < len(self._body):
+            frame = self.filled(taken)
+            if frame is None:
                 return
-            header, body, self._header, self._body = self._header, self._body, None, bytearray()
-            yield _frame(header, body, bool(self._flags & _ZSTD), self._limit)
+            yield frame
+
+    @property
+    def room(self) -> memoryview:
+        """Where the rest goes of the body that is coming; empty where none is."""
+        return self._body[self._filled :]
+
+    def filled(self, count: int) -> Frame | None:
+        """So many bytes were put into `room`; gives the frame if it is complete with them.
+
+        Raises:
+            ProtocolError: the bytes are no frame.
+            FrameTooLarge: it is beyond the limit.
+        """
+        self._filled += count
+        if self._header is None or self._filled < len(self._body):
+            return None
+        header, body = self._header, self._body
+        self._header, self._body, self._filled = None, _NONE, 0
+        return _frame(header, body, bool(self._flags & _ZSTD), self._limit)
 
     @property
     def packed(self) -> bool:
@@ -159,7 +189,7 @@ class FrameReader:
         rest = self._take(rest, start)
         if len(pending) == start:
             self._header, self._flags = bytes(pending[_PREFIX.size :]), flags
-            self._body, self._filled = _room(body_size), 0
+            self._body, self._filled = memory(body_size), 0
             pending.clear()
         return rest
 
@@ -169,15 +199,18 @@ class FrameReader:
         return rest[count:]
 
 
-def _room(size: int) -> bytearray:
-    """Memory for a body, which takes room as it fills.
+def memory(size: int) -> memoryview:
+    """Memory for bytes to come, which holds anything at all until it is filled.
+
+    Large memory is numpy's, which has the kernel give it in huge pages: page by page, that it is
+    given takes longer than filling it does.
 
     Raises:
         FrameTooLarge: there is none.
     """
     try:
-        return bytearray(size)
-    except (MemoryError, OverflowError):
+        return memoryview(numpy.empty(size, numpy.uint8))
+    except (MemoryError, ValueError):
         raise FrameTooLarge(f"A body of {size} bytes does not fit here.") from None
 
 
