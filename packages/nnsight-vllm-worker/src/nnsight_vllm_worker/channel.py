@@ -11,35 +11,45 @@ new memory made for a whole message, page by page, which takes longer than to fi
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
 from collections import deque
+from collections.abc import AsyncIterator
 
 import orjson
 import zmq
 
+from nnsight_core.errors import EngineDeadError
 from nnsight_core.wire.frames import Frame, memory
 
 PIECE = 1 << 20
 """Bytes that travel together."""
+_AT_ONCE = 8
+"""Pieces that are taken before whoever passes them on has a turn."""
 
 
 class Receiver:
     """The receiving end; `address` is what the worker connects to.
 
     Args:
-        whole: whether the buffers of large frames are put together.
+        whole: whether a large frame is given once all of it is there. Else it is given at once, for
+            somebody to pass its pieces on as they come.
+
+    Attributes:
+        more: whether more is there than was taken at once.
     """
 
     def __init__(self, whole: bool = True) -> None:
         self._whole = whole
+        self.more = False
         self._folder = tempfile.mkdtemp(prefix="nnsight-")
         self.address = f"ipc://{os.path.join(self._folder, 'frames')}"
         self._socket = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(self.address)
-        self._coming: _Coming | None = None
+        self._coming: _Filling | Pieces | None = None
 
     @property
     def fileno(self) -> int:
@@ -47,24 +57,49 @@ class Receiver:
         return self._socket.get(zmq.FD)
 
     def take(self, wait: float = 0.0) -> Frame | None:
-        """The next frame; None if none comes within `wait` seconds."""
+        """The next frame; None if none comes within `wait` seconds, or before many pieces."""
+        taken = 0
         while self._socket.poll(int(wait * 1000), zmq.POLLIN):
-            if self._coming is not None:
-                frame = self._coming.take(memoryview(self._socket.recv(copy=False).buffer))
-                if frame is not None:
-                    self._coming = None
-                    return frame
-                continue
-            header, sizes, *buffers = self._socket.recv_multipart(copy=False)
-            frame = Frame(orjson.loads(header.buffer), [memoryview(b.buffer) for b in buffers])
-            large = orjson.loads(sizes.buffer)
-            if not large:
+            if self._coming is None:
+                frame = self._begin()
+            elif taken < _AT_ONCE:
+                frame = self._go_on(self._coming)
+                taken += not self._whole
+            else:
+                self.more = True
+                return None
+            if frame is not None:
                 return frame
-            self._coming = _Coming(frame, large, self._whole)
+        self.more = False
         return None
+
+    def break_off(self) -> None:
+        """No more comes of a frame that is coming."""
+        if isinstance(self._coming, Pieces):
+            self._coming.break_off()
+
+    def _begin(self) -> Frame | None:
+        header, sizes, *buffers = self._socket.recv_multipart(copy=False)
+        frame = Frame(orjson.loads(header.buffer), [memoryview(b.buffer) for b in buffers])
+        large: list[int] = orjson.loads(sizes.buffer)
+        if not large:
+            return frame
+        if self._whole:
+            self._coming = _Filling(frame, large)
+            return None
+        frame.lengths = large
+        frame.coming = self._coming = Pieces(sum(large))
+        return frame
+
+    def _go_on(self, coming: _Filling | Pieces) -> Frame | None:
+        frame = coming.take(memoryview(self._socket.recv(copy=False).buffer))
+        if not coming.left:
+            self._coming = None
+        return frame
 
     def close(self) -> None:
         """Close the socket and remove its folder."""
+        self.break_off()
         self._socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -95,28 +130,64 @@ class Sender:
         self._socket.close(linger=0)
 
 
-class _Coming:
-    """A large frame whose pieces are still coming."""
+class Pieces:
+    """The pieces of a frame's buffers, for one reader, who gets each when it is there.
 
-    def __init__(self, frame: Frame, sizes: list[int], whole: bool) -> None:
+    Attributes:
+        left: how many bytes have still to come.
+
+    Raises:
+        EngineDeadError: (to the reader) they do not come any more.
+    """
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._there: deque[memoryview] = deque()
+        self._came = asyncio.Event()
+        self._broken = self._unread = False
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        try:
+            while self._there or self.left:
+                if self._there:
+                    yield self._there.popleft()
+                    continue
+                if self._broken:
+                    raise EngineDeadError("The engine ended before all of a message had come.")
+                self._came.clear()
+                await self._came.wait()
+        finally:
+            self._unread = True
+            self._there.clear()
+
+    def take(self, piece: memoryview) -> None:
+        """The next piece has come."""
+        self.left -= len(piece)
+        if not self._unread:
+            self._there.append(piece)
+        self._came.set()
+
+    def break_off(self) -> None:
+        """No more comes."""
+        self._broken = True
+        self._came.set()
+
+
+class _Filling:
+    """A large frame that is put together; `left` as in `Pieces`."""
+
+    def __init__(self, frame: Frame, sizes: list[int]) -> None:
+        self.left = sum(sizes)
         self._frame = frame
-        self._left = sum(sizes)
-        self._empty: deque[memoryview] | None = None
-        if whole:
-            made = [memory(size) for size in sizes]
-            frame.buffers = list(made)
-            self._empty = deque(room for room in made if room)
-        else:
-            frame.lengths = sizes
+        made = [memory(size) for size in sizes]
+        frame.buffers = list(made)
+        self._empty = deque(room for room in made if room)
 
     def take(self, piece: memoryview) -> Frame | None:
         """Take the next piece; gives the frame once it has all of them."""
-        if self._empty is None:
-            self._frame.buffers.append(piece)
-        else:
-            room = self._empty.popleft()
-            room[: len(piece)] = piece
-            if len(piece) < len(room):
-                self._empty.appendleft(room[len(piece) :])
-        self._left -= len(piece)
-        return None if self._left else self._frame
+        room = self._empty.popleft()
+        room[: len(piece)] = piece
+        if len(piece) < len(room):
+            self._empty.appendleft(room[len(piece) :])
+        self.left -= len(piece)
+        return None if self.left else self._frame

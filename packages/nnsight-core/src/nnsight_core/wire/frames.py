@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -46,38 +46,70 @@ class Frame:
     """A message: its header, and the buffers that the header speaks of by index.
 
     Attributes:
-        lengths: how many bytes each buffer has, where `buffers` are pieces of them, to be passed
-            on and not to be read; None where they are whole.
+        lengths: how many bytes each buffer has, where they are to be passed on and not to be read:
+            then they are in pieces, of which one holds nothing of two buffers.
+        coming: gives those pieces, where they are still on their way and not yet in `buffers`.
     """
 
     header: dict[str, Any]
     buffers: list[Buffer] = field(default_factory=list)
     lengths: list[int] | None = None
+    coming: AsyncIterable[Buffer] | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many bytes each buffer has."""
+        if self.lengths is not None:
+            return self.lengths
+        return [memoryview(buffer).nbytes for buffer in self.buffers]
 
     def parts(self, compress: bool = False) -> list[Buffer]:
         """The frame as pieces that follow one another; buffers are not copied."""
-        sizes = [memoryview(b).nbytes for b in self.buffers]
-        lengths = sizes if self.lengths is None else self.lengths
-        header = _json({**self.header, "buffers": lengths})
-        ends = zip(accumulate(lengths), lengths, strict=True)
-        missing = {end: bytes(-length % 8) for end, length in ends if length % 8}
-        body: list[Buffer] = []
-        for buffer, end in zip(self.buffers, accumulate(sizes), strict=True):
-            body.append(buffer)
-            if end in missing:
-                body.append(missing.pop(end))
-        size = sum(memoryview(b).nbytes for b in body)
-        flags = 0
+        lengths = self.sizes
+        padding = Padding(lengths)
+        body = [part for buffer in self.buffers for part in padding.after(buffer)]
+        size = _padded(lengths)
         if compress and size >= _WORTH_COMPRESSING:
             packed = _compressor().compress(b"".join(body))
             if len(packed) < 0.9 * size:
-                body, size, flags = [packed], len(packed), _ZSTD
-        prefix = _PREFIX.pack(_MAGIC, VERSION, flags, 0, len(header), size)
-        return [prefix + header, *body]
+                return [self._head(lengths, len(packed), _ZSTD), packed]
+        return [self._head(lengths, size), *body]
+
+    def head(self) -> bytes:
+        """What comes before its buffers, where these are not packed."""
+        return self._head(self.sizes, _padded(self.sizes))
 
     def to_bytes(self, compress: bool = False) -> bytes:
         """The frame as one piece."""
         return b"".join(self.parts(compress))
+
+    def _head(self, lengths: list[int], size: int, flags: int = 0) -> bytes:
+        header = _json({**self.header, "buffers": lengths})
+        return _PREFIX.pack(_MAGIC, VERSION, flags, 0, len(header), size) + header
+
+
+class Padding:
+    """What stands between the buffers of a frame.
+
+    Args:
+        lengths: how many bytes each buffer has.
+
+    Example:
+        >>> padding = Padding([5, 8])
+        >>> [padding.after(piece) for piece in (b"abc", b"de", b"abcdefgh")]
+        [[b'abc'], [b'de', b'\\x00\\x00\\x00'], [b'abcdefgh']]
+    """
+
+    def __init__(self, lengths: list[int]) -> None:
+        ends = zip(accumulate(lengths), lengths, strict=True)
+        self._missing = {end: bytes(-length % 8) for end, length in ends if length % 8}
+        self._at = 0
+
+    def after(self, piece: Buffer) -> list[Buffer]:
+        """The next piece of the buffers, and what follows it if a buffer ends with it."""
+        self._at += memoryview(piece).nbytes
+        missing = self._missing.pop(self._at, None)
+        return [piece] if missing is None else [piece, missing]
 
 
 class FrameTooLarge(ProtocolError):
@@ -241,7 +273,7 @@ def _frame(header: bytes, body: Buffer, packed: bool, limit: int | None) -> Fram
     lengths = fields.pop("buffers", None) if isinstance(fields, dict) else None
     if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
         raise ProtocolError("The header of a frame does not list its buffers.")
-    expected = sum(n + -n % 8 for n in lengths)
+    expected = _padded(lengths)
     if packed:
         if limit is not None and expected > limit:
             raise FrameTooLarge(f"A frame of {expected} bytes is beyond the limit of {limit}.")
@@ -257,6 +289,10 @@ def _frame(header: bytes, body: Buffer, packed: bool, limit: int | None) -> Fram
         buffers.append(view[start : start + length])
         start += length + -length % 8
     return Frame(fields, buffers)
+
+
+def _padded(lengths: list[int]) -> int:
+    return sum(length + -length % 8 for length in lengths)
 
 
 def _json(header: dict[str, Any]) -> bytes:
