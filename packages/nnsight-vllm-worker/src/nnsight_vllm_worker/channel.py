@@ -5,8 +5,8 @@ loop. Rank 0 sends, the holder of the engine receives. The sockets live in the p
 context: one that was collected with them would wait for them for ever.
 
 A frame is one message: its header, and the buffers. Those of a large frame follow in messages of
-pieces, of which the next ones are on their way while the first are taken: ZeroMQ would else have
-new memory made for a whole message, page by page, which takes longer than to fill it.
+pieces, of which the next ones are on their way while the first are taken or passed on: ZeroMQ would
+else make memory for all of it first, which takes longer than to fill it.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class _Filling:
     def __init__(self, frame: Frame, sizes: list[int]) -> None:
         self.left = sum(sizes)
         self._frame = frame
-        made = [memory(size) for size in sizes]
+        made = [memoryview(memory(size)) for size in sizes]
         frame.buffers = list(made)
         self._empty = deque(room for room in made if room)
 

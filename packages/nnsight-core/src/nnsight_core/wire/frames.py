@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-import numpy
 import orjson
 
 from nnsight_core.errors import ProtocolError
@@ -36,7 +35,6 @@ _PREFIX = struct.Struct("<4sBBHIQ")
 _ZSTD = 1
 _WORTH_COMPRESSING = 1 << 16
 _MAX_HEADER = 1 << 28
-_NONE = memoryview(b"")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -136,7 +134,7 @@ class FrameReader:
         self._flags = 0
         self._header: bytes | None = None
         # A body goes where it stays, so that a large one is copied once.
-        self._body = _NONE
+        self._body = bytearray()
         self._filled = 0
 
     def feed(self, chunk: Buffer) -> Iterator[Frame]:
@@ -163,7 +161,7 @@ class FrameReader:
     @property
     def room(self) -> memoryview:
         """Where the rest goes of the body that is coming; empty where none is."""
-        return self._body[self._filled :]
+        return memoryview(self._body)[self._filled :]
 
     def filled(self, count: int) -> Frame | None:
         """So many bytes were put into `room`; gives the frame if it is complete with them.
@@ -176,7 +174,7 @@ class FrameReader:
         if self._header is None or self._filled < len(self._body):
             return None
         header, body = self._header, self._body
-        self._header, self._body, self._filled = None, _NONE, 0
+        self._header, self._body, self._filled = None, bytearray(), 0
         return _frame(header, body, bool(self._flags & _ZSTD), self._limit)
 
     @property
@@ -231,18 +229,19 @@ class FrameReader:
         return rest[count:]
 
 
-def memory(size: int) -> memoryview:
-    """Memory for bytes to come, which holds anything at all until it is filled.
+def memory(size: int) -> bytearray:
+    """Memory for bytes that are coming.
 
-    Large memory is numpy's, which has the kernel give it in huge pages: page by page, that it is
-    given takes longer than filling it does.
+    It is ordinary memory. In huge pages it could be had in a fifth of the time, where the kernel
+    has some at hand; where it has to make them, or to fetch them from the machine's own host, that
+    takes several times as long.
 
     Raises:
         FrameTooLarge: there is none.
     """
     try:
-        return memoryview(numpy.empty(size, numpy.uint8))
-    except (MemoryError, ValueError):
+        return bytearray(size)
+    except (MemoryError, OverflowError):
         raise FrameTooLarge(f"A body of {size} bytes does not fit here.") from None
 
 
