@@ -18,8 +18,8 @@ from nnsight_serve.incoming import Trace
 from nnsight_serve.refusals import record_of
 from nnsight_vllm_worker.async_engine import AsyncEngine
 
-PIECE = 1 << 17
-"""Bytes that are given to a socket at a time: more of them leave the caches on their way."""
+PIECE = 1 << 19
+"""Bytes that are given to a socket at a time."""
 _MUCH = 1 << 20
 """Bytes that take long to pack."""
 SILENCE = 10.0

@@ -179,7 +179,7 @@ class _Filling:
     def __init__(self, frame: Frame, sizes: list[int]) -> None:
         self.left = sum(sizes)
         self._frame = frame
-        made = [memoryview(memory(size)) for size in sizes]
+        made = [memory(size) for size in sizes]
         frame.buffers = list(made)
         self._empty = deque(room for room in made if room)
 

@@ -23,6 +23,7 @@ from itertools import accumulate
 from typing import Any
 
 import orjson
+import torch
 
 from nnsight_core.errors import ProtocolError
 
@@ -35,6 +36,7 @@ _PREFIX = struct.Struct("<4sBBHIQ")
 _ZSTD = 1
 _WORTH_COMPRESSING = 1 << 16
 _MAX_HEADER = 1 << 28
+_NONE = memoryview(b"")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -134,7 +136,7 @@ class FrameReader:
         self._flags = 0
         self._header: bytes | None = None
         # A body goes where it stays, so that a large one is copied once.
-        self._body = bytearray()
+        self._body = _NONE
         self._filled = 0
 
     def feed(self, chunk: Buffer) -> Iterator[Frame]:
@@ -161,7 +163,7 @@ class FrameReader:
     @property
     def room(self) -> memoryview:
         """Where the rest goes of the body that is coming; empty where none is."""
-        return memoryview(self._body)[self._filled :]
+        return self._body[self._filled :]
 
     def filled(self, count: int) -> Frame | None:
         """So many bytes were put into `room`; gives the frame if it is complete with them.
@@ -174,7 +176,7 @@ class FrameReader:
         if self._header is None or self._filled < len(self._body):
             return None
         header, body = self._header, self._body
-        self._header, self._body, self._filled = None, bytearray(), 0
+        self._header, self._body, self._filled = None, _NONE, 0
         return _frame(header, body, bool(self._flags & _ZSTD), self._limit)
 
     @property
@@ -229,19 +231,18 @@ class FrameReader:
         return rest[count:]
 
 
-def memory(size: int) -> bytearray:
-    """Memory for bytes that are coming.
+def memory(size: int) -> memoryview:
+    """Memory for bytes that are coming, which takes room as it fills.
 
-    It is ordinary memory. In huge pages it could be had in a fifth of the time, where the kernel
-    has some at hand; where it has to make them, or to fetch them from the machine's own host, that
-    takes several times as long.
+    It is PyTorch's, as that of other tensors: ordinary pages, or huge ones where PyTorch is told so
+    (`THP_MEM_ALLOC_ENABLE=1`).
 
     Raises:
         FrameTooLarge: there is none.
     """
     try:
-        return bytearray(size)
-    except (MemoryError, OverflowError):
+        return memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy())
+    except (MemoryError, OverflowError, RuntimeError, TypeError):
         raise FrameTooLarge(f"A body of {size} bytes does not fit here.") from None
 
 
