@@ -12,14 +12,18 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import httpx
 
 from nnsight_core.wire.frames import Frame, FrameReader
 
 INTO = "read_into"
-"""The extension of a response that reads into given memory, until that is full or all has come."""
+"""The extension of a response that puts what comes into given memory, and says how much."""
 _PIECE = 1 << 16
+_MOST = 1 << 24
+_What = TypeVar("_What")
+_Got = TypeVar("_Got")
 _IDLE = 5.0
 """Seconds that an unused connection is kept, as long as httpx keeps its own."""
 
@@ -96,23 +100,28 @@ class _Body(httpx.SyncByteStream):
         self._idle = idle
 
     def __iter__(self) -> Iterator[bytes]:
-        while True:
-            with _reading():
-                piece = self._answer.read1(_PIECE)
-                if not piece and self._answer.length:
-                    raise http.client.IncompleteRead(piece, self._answer.length)
-            if not piece:
-                return
+        # Of a body whose length is known, `read1` would not tell the end.
+        read = self._answer.read1 if self._answer.chunked else self._answer.read
+        while piece := self._taken(read, _PIECE):
             yield piece
 
     def read_into(self, room: memoryview) -> int:
-        """Fill some memory with what comes; gives how much of it, less than all only at the end."""
+        """Put what comes into some memory; gives how much that was, 0 at the end."""
+        return self._taken(self._answer.readinto, room[:_MOST])
+
+    def _taken(self, read: Callable[[_What], _Got], what: _What) -> _Got:
+        # After an error, the connection is in the middle of something.
+        idle, self._idle = self._idle, None
         with _reading():
-            return self._answer.readinto(room)
+            got = read(what)
+            if not got and self._answer.length:
+                raise http.client.IncompleteRead(b"", self._answer.length)
+        self._idle = idle
+        return got
 
     def close(self) -> None:
-        whole = self._answer.isclosed() and not self._answer.will_close
         idle, self._idle = self._idle, None
+        whole = self._answer.isclosed() and not self._answer.will_close
         self._answer.close()
         if whole and idle is not None:
             idle.append((self._connection, time.monotonic()))
@@ -151,6 +160,7 @@ def _send(
         connection.putheader(name, value)
     try:
         connection.endheaders()
+        assert isinstance(request.stream, httpx.SyncByteStream)
         for part in request.stream:
             connection.send(part)
     except TimeoutError as error:

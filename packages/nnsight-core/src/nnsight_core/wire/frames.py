@@ -241,7 +241,7 @@ def memory(size: int) -> memoryview:
         FrameTooLarge: there is none.
     """
     try:
-        return memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy())
+        return torch.empty(size, dtype=torch.uint8, device="cpu").numpy().data
     except (MemoryError, OverflowError, RuntimeError, TypeError):
         raise FrameTooLarge(f"A body of {size} bytes does not fit here.") from None
 
