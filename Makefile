@@ -13,6 +13,9 @@ IMAGE ?= serve-cpu
 # What means the same on a server runs there a second time (tests/fixtures/served.py).
 SERVED_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers edits errors features \
   keep lora refusals steps tables trace ways)) tests/processes/test_async.py
+# And on two ranks (tests/fixtures/ranks.py).
+RANKS_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers edits errors features keep \
+  steps trace)) tests/processes/test_async.py
 
 PACKAGES := $(addprefix packages/nnsight-,core vllm-worker serve client)
 CLIENT_PACKAGES := $(addprefix packages/nnsight-,core client)
@@ -40,6 +43,7 @@ test: .venv/.ready .venv-client/.ready ## Run the tests, on vLLM's CPU backend
 	$(if $(ARGS),,$(PY) -m pytest tests/docs)
 	$(if $(ARGS),,$(PY) -m pytest tests/processes)
 	$(if $(ARGS),,NNSIGHT_TEST_SERVED=1 $(PY) -m pytest $(SERVED_TESTS))
+	$(if $(ARGS),,NNSIGHT_TEST_RANKS=2 $(PY) -m pytest $(RANKS_TESTS))
 
 lint: .venv/.ready ## Check style, format, types and import directions; changes nothing
 	$(PY) -m ruff check .

@@ -81,10 +81,18 @@ LLAMA_SHAPE: dict[str, Any] = {
 }
 SHORT_SHAPE = LLAMA_SHAPE | {"num_hidden_layers": 4}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
-# Keyed by the model type of transformers. Heads are 32 wide because the CPU attention of vLLM
-# takes 32 and 64, not 24.
+# Keyed by the model type of transformers, if `model_type` does not say it. Heads are 32 wide
+# because the CPU attention of vLLM takes 32 and 64, not 24.
 TINY_SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 12, "n_embd": 96, "n_head": 3, "n_positions": MAX_LENGTH},
+    # Its heads can be dealt out to two GPUs, or to four.
+    "gpt2_wide": {
+        "model_type": "gpt2",
+        "n_layer": 12,
+        "n_embd": 128,
+        "n_head": 4,
+        "n_positions": MAX_LENGTH,
+    },
     "llama": LLAMA_SHAPE | {"tie_word_embeddings": False},
     "qwen3": LLAMA_SHAPE | {"tie_word_embeddings": True},
     "qwen2": LLAMA_SHAPE | {"tie_word_embeddings": True},
@@ -174,20 +182,21 @@ def _isolated() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _tiny(model_type: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def _tiny(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Train a tiny model of the given type until it answers every fact."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = _tokenizer()
     end = tokenizer.get_vocab()[END]
+    shape = dict(TINY_SHAPES[name])
     config = AutoConfig.for_model(
-        model_type,
+        shape.pop("model_type", name),
         vocab_size=len(tokenizer),
         bos_token_id=end,
         eos_token_id=end,
         pad_token_id=end,
-        **TINY_SHAPES[model_type],
+        **shape,
     )
     inputs, labels = [], []
     for prompt, answer in FACTS.items():
@@ -214,7 +223,7 @@ def _tiny(model_type: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         schedule.step()
-    raise RuntimeError(f"{model_type}: the loss is not under {TARGET_LOSS} in {MAX_STEPS} steps")
+    raise RuntimeError(f"{name}: the loss is not under {TARGET_LOSS} in {MAX_STEPS} steps")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

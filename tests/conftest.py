@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.fixtures.ranks import RANKS
 from tests.fixtures.served import SERVED, Served
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
 )
+if RANKS > 1:
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 # `NNSIGHT_TEST_COMPILED=1` runs every test on compiled engines (with CUDA graphs on a GPU).
 COMPILED = os.environ.get("NNSIGHT_TEST_COMPILED") == "1"
 if not COMPILED:
@@ -44,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where there is a GPU, the worker's tests run on it and are marked so (`make test-gpu`)."""
     import torch
 
-    if SERVED:
+    if SERVED or RANKS > 1:
         items[:] = [item for item in items if item.get_closest_marker("local") is None]
     if torch.cuda.is_available():
         for item in items:
@@ -58,6 +61,8 @@ def _prepare(name: str) -> str:
     module = importlib.util.module_from_spec(spec)
     sys.modules["prepare"] = module
     spec.loader.exec_module(module)
+    if RANKS > 1 and name == "gpt2":
+        name = "gpt2_wide"
     return str(module.prepare(name))
 
 
@@ -100,6 +105,10 @@ def _engine(path: str, **arguments: Any) -> Any:
         arguments = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}, **arguments}
     else:
         arguments = {"enforce_eager": True, **arguments}
+    if RANKS > 1:
+        # Of several engines, each of several processes, none may take what it likes.
+        space = {} if torch.cuda.is_available() else {"num_gpu_blocks_override": 400}
+        arguments = {"tensor_parallel_size": RANKS, **space, **arguments}
     settings = {"dtype": "float32", "max_model_len": 256, "seed": 0, **arguments}
     if SERVED:
         return Served(path, **settings)

@@ -14,6 +14,7 @@ import torch
 import nnsight_core as core
 from nnsight_vllm_worker import VLLM
 from nnsight_vllm_worker.async_requests import AHEAD
+from tests.fixtures.ranks import RANKS, WIDTH
 from tests.fixtures.served import SERVED, Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,6 +30,8 @@ SETTINGS: dict[str, Any] = {
 }
 if torch.cuda.is_available():
     SETTINGS["gpu_memory_utilization"] = 0.1
+if RANKS > 1:
+    SETTINGS["tensor_parallel_size"] = RANKS
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -100,7 +103,7 @@ async def test_awaited_again_and_again(model: VLLM) -> None:
         hidden = model.transformer.h[3].output.save()
         result = tracer.result.save()
     first = await tracer.backend
-    assert hidden.shape[1] == 96 and result.outputs[0].text == first.outputs[0].text
+    assert hidden.shape[1] == WIDTH and result.outputs[0].text == first.outputs[0].text
     assert first.ways == {"eager": 1, "plain": 2}
     second = await tracer.backend
     assert second is first
@@ -135,7 +138,7 @@ async def test_a_hundred_traces_at_once_each_with_its_own_steering(model: VLLM) 
     await tracer.backend
 
     async def read(scale: float) -> torch.Tensor:
-        vector = torch.full((96,), scale)
+        vector = torch.full((WIDTH,), scale)
         with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
             model.transformer.h[6].output[:] += vector
             hidden = model.transformer.h[6].output.save()
@@ -148,7 +151,7 @@ async def test_a_hundred_traces_at_once_each_with_its_own_steering(model: VLLM) 
 
 
 async def test_values_are_taken_along_when_the_body_is_over(model: VLLM) -> None:
-    vector = torch.zeros(96)
+    vector = torch.zeros(WIDTH)
     tracers = []
     for scale in range(3):
         vector[:] = scale
@@ -160,7 +163,7 @@ async def test_values_are_taken_along_when_the_body_is_over(model: VLLM) -> None
 
 
 async def test_large_values_are_taken_along_too(model: VLLM) -> None:
-    vector = torch.zeros(200, 96)
+    vector = torch.zeros(200, WIDTH)
     tracers = []
     for scale in range(3):
         vector[:] = scale
@@ -346,7 +349,7 @@ async def test_kept_values(model: VLLM) -> None:
         donor = model.transformer.h[3].output.keep()
         value = model.transformer.h[4].output.save()
     await tracer.backend
-    assert len(model.kept) == 1 and donor.shape[1] == 96
+    assert len(model.kept) == 1 and donor.shape[1] == WIDTH
     with model.trace("Hello", max_tokens=1, **GREEDY) as tracer:
         model.transformer.h[3].output[-1] = donor[-1]
         patched = model.transformer.h[3].output[-1].save()

@@ -216,7 +216,6 @@ def test_a_script_without_a_guard_gets_one_sentence(gpt2_path: str, tmp_path: Pa
     ("arguments", "words"),
     [
         ({"mode": "synchronous"}, "'sync' or 'async'"),
-        ({"tensor_parallel_size": 2}, "several ranks"),
         ({"pipeline_parallel_size": 2}, "several stages"),
         ({"speculative_config": {"method": "ngram"}}, "several tokens"),
     ],

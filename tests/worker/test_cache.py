@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nnsight_core import Cache, LocationError, NotSupportedError, OutOfOrderError
+from tests.fixtures.ranks import WIDTH
 
 PROMPT = "The Eiffel Tower is in the city of"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -49,7 +50,7 @@ def test_modules_are_given_as_nodes_or_paths(gpt2: Any) -> None:
     assert cache["model.transformer.h.0"].output.dtype == torch.float64
     close(cache["transformer.h.0"].output, hidden.double())
     args, kwargs = cache.transformer.h[3].mlp.inputs
-    assert args[0].shape == (8, 96) and torch.equal(cache.transformer.h[3].mlp.input, args[0])
+    assert args[0].shape == (8, WIDTH) and torch.equal(cache.transformer.h[3].mlp.input, args[0])
     assert list(one) == ["transformer.h.0.attn"]
 
 

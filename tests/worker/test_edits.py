@@ -10,6 +10,7 @@ import torch
 
 import nnsight_core as core
 from nnsight_vllm_worker import VLLM
+from tests.fixtures.ranks import WIDTH
 
 PROMPTS = ["The Eiffel Tower is in", "Hello", "One two three four five six seven"]
 GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
@@ -55,7 +56,7 @@ def test_edit_reads_in_every_request(model):
 
 
 def test_edit_writes_as_the_trace_does(model):
-    vector = torch.randn(96, generator=torch.Generator().manual_seed(0)) * 5
+    vector = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0)) * 5
 
     def steered(prompt):
         with model.trace(prompt, **GREEDY) as tracer:
@@ -196,7 +197,7 @@ def test_an_error_of_an_edit_rides_its_output(model):
     with pytest.warns(core.EditErrorWarning):
         with model.trace("Hello", **GREEDY):
             hidden = model.transformer.h[6].output.save()
-    assert hidden.shape[1] == 96
+    assert hidden.shape[1] == WIDTH
     assert edit.info.errors == 2 and edit.info.requests == 2
 
 
@@ -342,7 +343,7 @@ def test_sequences_of_others_on_the_same_engine(model):
 
 def test_tensors_of_an_edit_stay_as_long_as_it_does(model):
     before = model._engine.counts()["blob_bytes"]
-    big = torch.randn(200, 96)
+    big = torch.randn(200, WIDTH)
     with model.edit() as (tracer, edit):
         product = (model.transformer.h[6].output[-1] @ big.T).save()
     assert model.generate("Hello", max_tokens=1)[0].saves["product"].shape == (200,)

@@ -21,6 +21,7 @@ from nnsight_core import (
     OutOfOrderError,
     WriteError,
 )
+from tests.fixtures.ranks import WIDTH
 
 PROMPT = "The Eiffel Tower is in the city of"
 
@@ -92,7 +93,7 @@ def test_reads_out_of_order_are_refused_at_once(gpt2: Any) -> None:
             earlier = gpt2.transformer.h[2].output.save()
             never = gpt2.transformer.h[9].output.save()
     assert lines_of(caught.value)[-1] == "earlier = gpt2.transformer.h[2].output.save()"
-    assert later.shape[1] == 96
+    assert later.shape[1] == WIDTH
 
 
 def test_a_forward_location_after_the_logits_is_too_late(gpt2: Any) -> None:
@@ -112,8 +113,8 @@ def test_a_location_that_never_runs_is_an_error(gpt2: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda h: h[:-1], r"\[8, 96\].*\[7, 96\]"),
-        (lambda h: h[:, :5], r"\[8, 96\].*\[8, 5\]"),
+        (lambda h: h[:-1], rf"\[8, {WIDTH}\].*\[7, {WIDTH}\]"),
+        (lambda h: h[:, :5], rf"\[8, {WIDTH}\].*\[8, 5\]"),
         (lambda h: h.double(), r"float32.*float64.*\.to\(torch\.float32\)"),
         (lambda h: (h, h), r"built otherwise"),
         (lambda h: 0, r"built otherwise"),
@@ -141,7 +142,7 @@ def test_an_error_has_its_own_class_line_and_note(gpt2: Any) -> None:
             ratio = 1 / 0
     assert lines_of(caught.value)[-1] == "ratio = 1 / 0"
     assert any("invoke 0" in note for note in caught.value.__notes__)
-    assert hidden.shape == (8, 96)
+    assert hidden.shape == (8, WIDTH)
     assert caught.value.__context__ is None
 
 
@@ -268,7 +269,9 @@ def test_warnings_and_prints_come_home(gpt2: Any, capsys: pytest.CaptureFixture[
             print("shape", gpt2.transformer.h[2].output.shape)
             warnings.warn("look here", RuntimeWarning, stacklevel=1)
             print("second")
-    assert capsys.readouterr().out == "[invoke 0] shape torch.Size([8, 96])\n[invoke 0] second\n"
+    assert (
+        capsys.readouterr().out == f"[invoke 0] shape torch.Size([8, {WIDTH}])\n[invoke 0] second\n"
+    )
     (own,) = [w for w in caught if "look here" in str(w.message)]
     assert own.category is RuntimeWarning and own.filename == __file__
 

@@ -10,6 +10,7 @@ import torch
 
 import nnsight_core
 from nnsight_core import LocationError, WriteError
+from tests.fixtures.ranks import WIDTH
 
 close = torch.testing.assert_close
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -63,7 +64,7 @@ def test_a_reader_may_write_logits_and_samples_after_a_long_prompt(tight: Any) -
         tight.logits[:, 7] = 1e9
         drawn = tight.samples.item().save()
         out = tracer.result.save()
-    assert hidden.shape == (90, 96) and drawn == 7 == out.outputs[0].token_ids[0]
+    assert hidden.shape == (90, WIDTH) and drawn == 7 == out.outputs[0].token_ids[0]
 
 
 def test_what_the_text_does_not_say_is_refused_not_short(tight: Any) -> None:
@@ -73,7 +74,7 @@ def test_what_the_text_does_not_say_is_refused_not_short(tight: Any) -> None:
             hidden = module["deep"].output.save()
     with tight.trace(ids(40), max_tokens=1, **GREEDY):
         hidden = module["deep"].output.save()
-    assert hidden.shape == (40, 96)
+    assert hidden.shape == (40, WIDTH)
 
 
 def test_a_writers_long_prompt_is_refused_before_it_runs(tight: Any) -> None:
@@ -83,7 +84,7 @@ def test_a_writers_long_prompt_is_refused_before_it_runs(tight: Any) -> None:
                 tight.transformer.h[2].output[:] = 0
             with tracer.invoke(ids(90)):
                 hidden = tight.transformer.h[2].output.save()
-    assert hidden.shape == (90, 96)
+    assert hidden.shape == (90, WIDTH)
 
 
 def test_a_writers_prompt_waits_until_it_runs_in_one_piece(tight: Any, gpt2: Any) -> None:
@@ -120,7 +121,7 @@ def test_a_trace_sees_its_prompt_whole_though_it_is_cached(tight: Any) -> None:
     assert first[0].num_cached_tokens == 0 and again[0].num_cached_tokens >= 16
     with tight.trace(prompt, max_tokens=1, **GREEDY):
         hidden = tight.transformer.h[2].output.save()
-    assert hidden.shape == (38, 96)
+    assert hidden.shape == (38, WIDTH)
 
 
 @pytest.mark.local
@@ -153,7 +154,7 @@ def test_what_a_reader_computes_is_found_by_others(tight: Any) -> None:
     with tight.trace(prompt, max_tokens=1, **GREEDY):
         hidden = tight.transformer.h[0].output.save()
     plain = tight.llm.generate([{"prompt_token_ids": prompt}], _params(), use_tqdm=False)[0]
-    assert plain.num_cached_tokens >= 16 and hidden.shape == (38, 96)
+    assert plain.num_cached_tokens >= 16 and hidden.shape == (38, WIDTH)
 
 
 def _params(tokens: int = 1) -> Any:

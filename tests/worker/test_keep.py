@@ -17,6 +17,7 @@ from nnsight_core import (
     UnboundSaveWarning,
 )
 from nnsight_vllm_worker.submission import Request
+from tests.fixtures.ranks import WIDTH
 
 PARIS = "The Eiffel Tower is in the city of"
 ROME = "The Colosseum is in the city of"
@@ -49,7 +50,7 @@ def test_a_kept_value_is_used_by_a_later_trace(gpt2: Any) -> None:
         here = model.transformer.h[6].output.clone().save()
     assert there.shape == here.shape and there.dtype == here.dtype
     assert there.bytes == here.numel() * 4 == held(model)
-    assert "float32 [10, 96]" in repr(there).replace(str(list(here.shape)), "[10, 96]")
+    assert "float32 [10, 8]" in repr(there).replace(str(list(here.shape)), "[10, 8]")
     logits = []
     for source in (here, there):
         with model.trace(ROME, **ONE):
@@ -318,7 +319,7 @@ def test_a_kept_value_is_written_by_taps(compiled_gpt2: Any) -> None:
             steered = model.logits.save()
         logits.append(steered)
         told = str(model.explain(tracer))
-        assert "written by taps: line" in told and "a tensor of 96 added" in told
+        assert "written by taps: line" in told and f"a tensor of {WIDTH} added" in told
         assert tracer.result.ways == {"tables": 1}
     assert torch.equal(*logits)
     del vector, last

@@ -20,7 +20,6 @@ PROMPT = "The Eiffel Tower is in the city of"
     [
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
         ("pipeline_parallel_size", 2),
-        ("tensor_parallel_size", 2),
         ("data_parallel_size", 2),
         ("decode_context_parallel_size", 2),
         ("prefill_context_parallel_size", 2),
@@ -34,6 +33,13 @@ PROMPT = "The Eiffel Tower is in the city of"
 def test_an_engine_setting_that_cannot_be_had(gpt2_path: str, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{name}=.* cannot be had.*: .*"):
         VLLM(gpt2_path, dispatch=True, **{name: value})
+
+
+def test_tokens_cannot_be_dealt_out_over_ranks(gpt2_path: str) -> None:
+    for name in ("enable_sp", "fuse_gemm_comms"):
+        passes = {"pass_config": {name: True}}
+        with pytest.raises(ValueError, match=f"^pass_config.{name}=True cannot be had yet: .*"):
+            VLLM(gpt2_path, dispatch=True, tensor_parallel_size=2, compilation_config=passes)
 
 
 def test_a_pattern_that_names_no_tap(

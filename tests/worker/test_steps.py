@@ -11,6 +11,7 @@ import torch
 
 import nnsight_core
 from nnsight_core import LoopOverrunWarning, OutOfOrderError, StepError
+from tests.fixtures.ranks import WIDTH
 
 PROMPT = "The Eiffel Tower is in the city of"
 COUNT = "Count up to ten:"
@@ -280,7 +281,7 @@ def test_stop_without_a_loop_and_of_one_request_alone(gpt2: Any) -> None:
         with tracer.invoke(COUNT):
             out = tracer.result.save()
     assert [len(o.outputs[0].token_ids) for o in tracer.result] == [1, 6]
-    assert tracer.result[0].outputs[0].stop_reason == "tracer.stop" and kept.shape == (96,)
+    assert tracer.result[0].outputs[0].stop_reason == "tracer.stop" and kept.shape == (WIDTH,)
 
 
 def test_a_stop_that_is_caught_stops_all_the_same(gpt2: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nnsight_core import EngineError, LoopOverrunWarning
+from tests.fixtures.ranks import WIDTH
 from tests.worker.test_ways import PROMPT, STEPS, agree
 
 
@@ -27,7 +28,7 @@ def run(model: Any, body: Any) -> Any:
 
 
 def steering(model: Any, tracer: Any) -> None:
-    v = _vector(1, 96)
+    v = _vector(1, WIDTH)
     with tracer.invoke(PROMPT):
         seen = [].save()
         for _ in tracer.all():
@@ -50,14 +51,14 @@ def head_ablation(model: Any, tracer: Any) -> None:
 
 
 def last_row(model: Any, tracer: Any) -> None:
-    v = _vector(2, 96)
+    v = _vector(2, WIDTH)
     with tracer.invoke(PROMPT):
         model.transformer.h[6].output[-1] = v
         seen = model.transformer.h[7].output.save()
 
 
 def projected_out(model: Any, tracer: Any) -> None:
-    d = _vector(3, 96)
+    d = _vector(3, WIDTH)
     d = d / d.norm()
     with tracer.invoke(PROMPT):
         seen = [].save()
@@ -68,7 +69,7 @@ def projected_out(model: Any, tracer: Any) -> None:
 
 
 def some_steps(model: Any, tracer: Any) -> None:
-    v = _vector(4, 96)
+    v = _vector(4, WIDTH)
     with tracer.invoke(PROMPT):
         seen = [].save()
         for _ in tracer.iter[1:4]:
@@ -77,7 +78,7 @@ def some_steps(model: Any, tracer: Any) -> None:
 
 
 def every_layer(model: Any, tracer: Any) -> None:
-    v = [_vector(layer, 96) for layer in range(12)]
+    v = [_vector(layer, WIDTH) for layer in range(12)]
     with tracer.invoke(PROMPT):
         seen = [].save()
         for _ in tracer.all():
@@ -97,7 +98,7 @@ def two_parts_of_one_row(model: Any, tracer: Any) -> None:
 
 def different_requests(model: Any, tracer: Any) -> None:
     for number in range(6):
-        v = _vector(10 + number, 96)
+        v = _vector(10 + number, WIDTH)
         with tracer.invoke(PROMPT[: 10 + 3 * number]):
             seen = [].save()
             for _ in tracer.all():
@@ -137,7 +138,7 @@ def test_tables_do_what_python_does(compiled_gpt2: Any, gpt2: Any, near: Any, bo
 
 def test_a_write_changes_its_own_request_only(compiled_gpt2: Any) -> None:
     alone = compiled_gpt2.generate(["The Colosseum is", "Big Ben"], **STEPS)
-    v = 10 * _vector(5, 96)
+    v = 10 * _vector(5, WIDTH)
     with compiled_gpt2.trace(**STEPS) as tracer:
         with tracer.invoke("The Colosseum is"):
             pass

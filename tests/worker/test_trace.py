@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nnsight_core
+from tests.fixtures.ranks import WIDTH
 
 PROMPT = "The Eiffel Tower is in the city of"
 close = torch.testing.assert_close
@@ -317,13 +318,13 @@ def test_prompt_forms(gpt2: Any) -> None:
 
 
 def test_outside_tensors_and_modules_are_sent_once(gpt2: Any, near: Any) -> None:
-    vector = torch.randn(96)
-    big = torch.randn(96, 96)
+    vector = torch.randn(WIDTH)
+    big = torch.randn(WIDTH, WIDTH)
 
     class Probe(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lin = torch.nn.Linear(96, 64)
+            self.lin = torch.nn.Linear(WIDTH, 64)
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return self.lin(hidden).relu()
@@ -349,13 +350,13 @@ def test_outside_tensors_and_modules_are_sent_once(gpt2: Any, near: Any) -> None
 
 
 def test_a_block_that_changes_an_outside_tensor_changes_its_own(gpt2: Any) -> None:
-    big = torch.ones(96, 96)
+    big = torch.ones(WIDTH, WIDTH)
     with gpt2.trace(temperature=0.0, max_tokens=1) as tracer:
         for _ in range(2):
             with tracer.invoke(PROMPT):
                 big += 1
                 total = (big.sum() + 0 * gpt2.transformer.h[0].output.sum()).save()
-    assert [t.item() for t in total] == [96 * 96 * 2] * 2 and big.sum() == 96 * 96
+    assert [t.item() for t in total] == [WIDTH * WIDTH * 2] * 2 and big.sum() == WIDTH * WIDTH
 
 
 def test_plain_generation(gpt2: Any) -> None:
@@ -429,7 +430,7 @@ def test_operations_inside_a_function_that_a_forward_calls(gpt2: Any) -> None:
     with gpt2.trace(PROMPT, temperature=0.0, max_tokens=1):
         plain = gpt2.transformer.source.hidden_states_0.output.save()
     close(plain - zeroed, whole[0])
-    assert position[1] == 96
+    assert position[1] == WIDTH
 
 
 def test_a_nested_source_that_is_none_is_refused(gpt2: Any) -> None:

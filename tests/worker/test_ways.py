@@ -12,6 +12,7 @@ import torch
 from nnsight_core import NotATapError, WriteError
 from nnsight_core.wants import Want, Wants, Way
 from nnsight_vllm_worker import known
+from tests.fixtures.ranks import WIDTH
 
 PROMPT = "The Eiffel Tower is in the city of"
 STEPS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
@@ -216,7 +217,7 @@ def test_a_prompt_of_more_rows_than_slots(compiled_gpt2: Any, gpt2: Any, near: A
         taps.slots = slots
     there, _ = run(gpt2)
     agree(seen, there, near)
-    assert seen[0][0].shape == (100, 96)
+    assert seen[0][0].shape == (100, WIDTH)
     assert out.ways == {"deferred": 3}
 
 
@@ -244,7 +245,7 @@ def test_only_taps(compiled_gpt2: Any) -> None:
             hidden = compiled_gpt2.transformer.h[1].input.save()
     with compiled_gpt2.trace(PROMPT, only_taps=True, max_tokens=1):
         hidden = compiled_gpt2.transformer.h[1].output.save()
-    assert hidden.shape[1] == 96
+    assert hidden.shape[1] == WIDTH
 
 
 def test_explain(compiled_gpt2: Any, gpt2: Any) -> None:
@@ -292,7 +293,7 @@ def test_a_prompt_in_pieces_is_seen_whole(compiled_tight: Any, gpt2: Any, near: 
     seen, out = run(compiled_tight)
     there, expected = run(gpt2)
     agree(seen, there, near)
-    assert seen[0][0].shape == (70, 96) and out.ways == {"deferred": 4}
+    assert seen[0][0].shape == (70, WIDTH) and out.ways == {"deferred": 4}
     assert out.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
@@ -310,4 +311,4 @@ def test_a_write_to_an_input_at_a_tap_is_its_error_alone(
                 attn.input = attn.input * 2
             with tracer.invoke("Big Ben"):
                 seen = compiled_gpt2.transformer.h[3].attn.input.save()
-    assert seen.shape[1] == 96 and compiled_gpt2._engine.counts()["live"] == 0
+    assert seen.shape[1] == WIDTH and compiled_gpt2._engine.counts()["live"] == 0

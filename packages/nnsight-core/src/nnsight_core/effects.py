@@ -62,6 +62,8 @@ class Effects:
     """Whether the block hands nodes or values to code that cannot be seen."""
     calls: bool = False
     """Whether the block runs modules of the model itself."""
+    weights: bool = False
+    """Whether the block may look at a module's own tensors."""
     stops: bool = False
     """Whether the block may end its request."""
     loops: bool = False
@@ -416,7 +418,12 @@ class Walk(ast.NodeVisitor):
         if name == "source":
             return _Source(held.path)
         # An attribute that is no module is only found out to be wrong where a side of it is asked.
-        return _Node(_join(held.path, name))
+        path = _join(held.path, name)
+        if self.tree is not None and "*" not in path and path not in self.tree.modules:
+            self.effects.weights = True
+        elif self.tree is not None and "*" in path:
+            self.effects.weights |= not any(name in i.children for i in self.tree.modules.values())
+        return _Node(path)
 
     def side(self, held: _Node, name: str, line: int) -> _Value:
         side = "input" if name == "inputs" else name

@@ -84,6 +84,12 @@ class Isolation:
         self._device: Any = None
         self._random: list[torch.Tensor] | None = None
 
+    def draw_apart(self, seed: int) -> None:
+        """Give the block random numbers of its own from the start, and leave the engine its."""
+        before = [generator.get_state() for generator in _generators()]
+        torch.manual_seed(seed)
+        self._random = _swapped(before)
+
     def enter(self) -> None:
         """The block is about to go on."""
         engine = self._engine = settings()

@@ -20,8 +20,9 @@ from nnsight_core.locations import LOGITS, SAMPLES, Location
 # A model is held, and its tree looked at, by processes that never load PyTorch. What a block does
 # with the modules themselves imports it.
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
+    from nnsight_core.run import Run
     from nnsight_core.tree import ModelTree
 
 SIDES = ("output", "input", "inputs", "source")
@@ -37,6 +38,9 @@ class Places:
         prepare: called before an operation inside a module's forward is asked for.
         learn: gives the tree where it is not known, or in doubt, and something needs it.
         recall: gives the tree that was known earlier, which may be in doubt; asked once.
+        call: runs a module of this path on values of a block, where calling it is not enough.
+        lent: makes of a module's own tensor what a block may see of it (the path of the module, the
+            tensor's name).
         sure: whether the tree is the engine's own. No name is refused, and nothing counted, by
             one that is in doubt while the engine can be asked.
     """
@@ -51,6 +55,8 @@ class Places:
         self.modules = modules or {}
         self.prepare = prepare
         self.learn: Callable[[], ModelTree] | None = None
+        self.call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.lent: Callable[[str, str, Tensor], Tensor] | None = None
         self.recall: Callable[[], ModelTree | None] | None = None
         self.sure = True
         self.locations: dict[tuple[str, str], Location] = {}
@@ -183,9 +189,16 @@ class Node:
             except AttributeError:
                 pass
             else:
-                return value if run is None else map_tensors(value, partial(run.lend, path))
+                return value if run is None else map_tensors(value, partial(self._lent, run, name))
         assert places.tree is not None
         raise LocationError(no_such(places.tree, path))
+
+    def _lent(self, run: Run, name: str, tensor: Tensor) -> Tensor:
+        path = f"{self._path}.{name}" if self._path else name
+        lent = self._places.lent
+        if lent is not None and tensor.numel():
+            tensor = lent(self._path, name, tensor)
+        return run.lend(path, tensor)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "output":
@@ -228,7 +241,9 @@ class Node:
         # Kernels may write into their arguments without telling PyTorch, which would look like
         # values that nobody changed.
         args, kwargs = map_tensors((args, kwargs), Tensor.clone)
-        return module(*[_bare(a) for a in args], **{k: _bare(v) for k, v in kwargs.items()})
+        if self._places.call is not None:
+            return self._places.call(self._path, args, kwargs)
+        return module(*map(bare, args), **{k: bare(v) for k, v in kwargs.items()})
 
     def __getitem__(self, index: SupportsIndex | slice | str) -> Any:
         if not isinstance(index, str | slice):
@@ -388,7 +403,8 @@ class Root(Node):
         return self._places.node(path)
 
 
-def _bare(value: Any) -> Any:
+def bare(value: Any) -> Any:
+    """The module that a node names; anything else as it is."""
     if isinstance(value, Node):
         return value._places.modules[value._path]
     return value

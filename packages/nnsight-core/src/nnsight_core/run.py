@@ -145,6 +145,10 @@ class Run:
 
     # -- for the interleaver ---------------------------------------------------------------------
 
+    def draw_apart(self, seed: int) -> None:
+        """Give the block random numbers of its own, so that the engine's are left as they are."""
+        self._isolation.draw_apart(seed)
+
     @property
     def awaits(self) -> int:
         """The step that it waits for, if it waits for one."""

@@ -31,11 +31,14 @@ class TensorInfo(_Data):
         dtype: its dtype's name, such as `bfloat16`.
         shape: its dimensions; `tokens` for the one that counts tokens, `1` for one that counts
             requests, and `?` for one that varies in some other way (which cannot be served).
+        shared: how the ranks of an engine hold it, where not each holds all of it: its `columns`,
+            or summands of it. A block sees the whole.
     """
 
     at: str = ""
     dtype: str
     shape: tuple[Dim, ...]
+    shared: Literal["columns", "sum"] | None = None
 
     def __str__(self) -> str:
         return f"{self.dtype} {' × '.join(str(d) for d in self.shape) or 'scalar'}"
@@ -73,6 +76,7 @@ class ModelTree(_Data):
             still to confirm it.
         compiled: whether steps run compiled where nothing keeps them from it.
         taps: the locations that are reachable where they do, such as `model.layers.3.output`.
+        ranks: over how many ranks its layers are split.
 
     Example:
         >>> tree = ModelTree.model_validate_json(text)
@@ -86,6 +90,7 @@ class ModelTree(_Data):
     provisional: bool = False
     compiled: bool = False
     taps: tuple[str, ...] = ()
+    ranks: int = 1
     modules: dict[str, ModuleInfo] = Field(default_factory=dict)
 
     def nearest(self, path: str, most: int = 3) -> list[str]:

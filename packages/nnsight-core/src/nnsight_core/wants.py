@@ -74,12 +74,21 @@ def lower_at_taps(
     found = lower(code, names, tree, tokens=tokens, order=order, device=device)
     if isinstance(found, NotLowered):
         return found
-    away = [w for w in found.writes if f"{w.path}.output" not in tree.taps or _wide(w, tree)]
-    if not away:
-        return found
-    return NotLowered(
-        tuple((w.line, f"{w.path}.output is written, which is no tap of this dtype") for w in away)
-    )
+    away = [(w.line, why) for w in found.writes if (why := _unfit(w, tree)) is not None]
+    return NotLowered(tuple(away)) if away else found
+
+
+def _unfit(write: Affine, tree: ModelTree) -> str | None:
+    """Why a tap cannot do a write; None if it can."""
+    if f"{write.path}.output" not in tree.taps or _wide(write, tree):
+        return f"{write.path}.output is written, which is no tap of this dtype"
+    held = tree.modules[write.path].output
+    shared = held[write.index].shared if held else None
+    if shared == "sum":
+        return f"{write.path}.output is written, of which each rank holds a summand"
+    if shared is not None and write.kind == "project":
+        return f"{write.path}.output is projected, of which each rank holds some columns"
+    return None
 
 
 def _wide(write: Affine, tree: ModelTree) -> bool:
@@ -133,8 +142,11 @@ def _want(
     if writes:
         why = f"line {writes[0].line}: {writes[0].side} are written"
         return Want(Way.AFTER, ordered, why)
-    if effects.calls or effects.stops:
+    weights = effects.weights and tree.ranks > 1
+    if effects.calls or effects.stops or weights:
         why = "it runs modules of the model" if effects.calls else "it may end its request"
+        if weights:
+            why = "it may look at weights, of which each rank holds a part"
         return Want(Way.AFTER, ordered, why)
     return Want(Way.DEFERRED, ordered, "", any(access.side == "logits" for access in reads))
 

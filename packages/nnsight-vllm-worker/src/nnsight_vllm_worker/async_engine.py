@@ -178,7 +178,8 @@ class AsyncEngine:
     async def _install(self, edit: Installed, blobs: dict[str, Buffer]) -> EditInfo:
         await self.use(edit.carried.blobs, blobs)
         try:
-            self.edits.add(edit, await self.rpc("nnsight_install", edit.id, edit.carried.data))
+            answers = await self.rpc("nnsight_install", edit.id, edit.carried.data)
+            self.edits.add(edit, answers[0])
         except BaseException:
             await self.rpc("nnsight_uninstall", [edit.id])
             await self.release(edit.carried.blobs, ())

@@ -63,6 +63,7 @@ class Copies:
     Attributes:
         requests: the requests' rows among those of the batch.
         spans: the rows of each request's step in the batch.
+        first: the slot of the first one.
         values: by tap, in the order of the forward pass.
     """
 
@@ -83,27 +84,27 @@ class Copies:
         self.wanted = tuple(at for at in taps.taps if at in wanted)
         self._heard: dict[Location, Any] = {}
         self._taps = taps
-        self._first = first
+        self.first = first
 
     def take(self) -> None:
         """Copy what lies in the slots."""
         if self._heard:
             self.values = self._heard
         elif self.wanted:
-            self.values = self._taps.copies(self.wanted, self._first, self.rows)
+            self.values = self._taps.copies(self.wanted, self.first, self.rows)
 
     def listen(self) -> None:
         """Have it copied within the pass: there are more rows than slots."""
         self._taps.listen(self.wanted, self._hear)
 
     def _hear(self, at: Location, tensors: list[Tensor]) -> None:
-        cut = [torch.cat([t[start:stop] for start, stop in self.spans]) for t in tensors]
-        self._heard[at] = self._taps.value(at, cut)
+        cut = cut_rows(tensors, self.spans)
+        self._heard[at] = self._taps.value(at, self._taps.whole(at, cut))
 
     def tensors(self) -> list[Tensor]:
         """The memory of the copies."""
         if isinstance(self.values, Kept):
-            return list(self.values.copies.values())
+            return self.values.tensors()
         return flat(list(self.values.values()))
 
     def visit(self, interleaver: Interleaver) -> None:
@@ -130,6 +131,11 @@ class Copies:
                 zip(self.requests, self.spans, strict=True)
             )
         ]
+
+
+def cut_rows(tensors: list[Tensor], spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Copies of the rows of some spans, one after the other."""
+    return [torch.cat([t[start:stop] for start, stop in spans]) for t in tensors]
 
 
 def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:

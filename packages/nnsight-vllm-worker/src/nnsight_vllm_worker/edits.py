@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -100,19 +100,18 @@ class Edits:
         )
         return Installed(info, carried, spec.invoke)
 
-    def add(self, edit: Installed, answers: Iterable[bytes]) -> None:
-        """The workers have answered; the edit belongs to every request from now on.
+    def add(self, edit: Installed, answer: bytes) -> None:
+        """The worker has answered; the edit belongs to every request from now on.
 
         Raises:
-            NotInstalled: a worker refused it.
+            NotInstalled: the worker refused it.
         """
-        for answer in answers:
-            frame = read_frame(answer)
-            said = expect(frame, InstalledMessage)
-            if said.error is not None:
-                raise NotInstalled(said, frame)
-            edit.whole, edit.writes = said.whole, said.writes
-            edit.info.way = said.way
+        frame = read_frame(answer)
+        said = expect(frame, InstalledMessage)
+        if said.error is not None:
+            raise NotInstalled(said, frame)
+        edit.whole, edit.writes = said.whole, said.writes
+        edit.info.way = said.way
         self._active.append(edit)
 
     def infos(self) -> list[EditInfo]:

@@ -106,7 +106,7 @@ class SyncEngine:
     def install(
         self, spec: EditSpec, carried: Carried, blobs: dict[str, Buffer], owner: str = ""
     ) -> EditInfo:
-        """Install an edit on every rank, or on none.
+        """Install an edit.
 
         Raises:
             NotInstalled: a worker refused it.
@@ -115,7 +115,8 @@ class SyncEngine:
             edit = self.edits.new(spec, carried, owner)
             self._put(carried.blobs, blobs)
             try:
-                self.edits.add(edit, self._rpc("nnsight_install", edit.id, carried.data))
+                # Of several ranks, the first one runs the blocks.
+                self.edits.add(edit, self._rpc("nnsight_install", edit.id, carried.data)[0])
             except BaseException:
                 self._rpc("nnsight_uninstall", [edit.id])
                 self._release(carried.blobs)

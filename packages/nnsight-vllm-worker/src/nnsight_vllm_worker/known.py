@@ -7,6 +7,7 @@ change is made anew for each request.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -76,6 +77,7 @@ class Known:
                 self._names = names
         run = run_with(self.block, self.code, names, key, self._blocks.extra)
         run.limit, run.keeper = self._blocks.limit, keeper
+        self._blocks.separate(run)
         return run
 
     def _decoded(self, blobs: list[str], keeper: Keeper) -> dict[str, Any]:
@@ -139,6 +141,7 @@ class Known:
         rest = Run(lowered.rest, run.scope, run.key)
         rest.saves.shared, rest.limit, rest.reader = run.saves.shared, run.limit, True
         rest.keeper = run.keeper
+        self._blocks.separate(rest)
         return rest
 
 
@@ -152,6 +155,8 @@ class Blocks:
 
     Attributes:
         limit: how many seconds a block may run before it gives control back.
+        apart: whether blocks draw random numbers of their own, since the engine's have to be the
+            same on several ranks.
     """
 
     def __init__(
@@ -171,7 +176,14 @@ class Blocks:
         self.pickle = pickle
         self.extra = policy.scope(extra)
         self.limit = limit
+        self.apart = False
+        self._seeds = itertools.count(1)
         self._known: OrderedDict[bytes, Known] = OrderedDict()
+
+    def separate(self, run: Run) -> None:
+        """Give a run random numbers of its own, if blocks have such."""
+        if self.apart:
+            run.draw_apart(next(self._seeds))
 
     def of(self, data: bytes) -> Known:
         """The block that some bytes are.

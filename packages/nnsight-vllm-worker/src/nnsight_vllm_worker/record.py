@@ -16,6 +16,7 @@ from nnsight_core.node import Places
 from nnsight_core.tree import REQUESTS, TOKENS, Dim, ModelTree, TensorInfo
 from nnsight_core.values import dtype_name, map_tensors, tensors
 from nnsight_core.watch import Watch, recording
+from nnsight_vllm_worker.layouts import Layout, Sum, Unknown
 from nnsight_vllm_worker.rows import RowMap
 
 SIZES = ((11, 2), (17, 3))
@@ -36,6 +37,8 @@ class Record:
         repeated: the locations that one forward pass reaches more than once.
         forms: how each value is built, with a `Slot` for each tensor.
         order: the locations in the order of the forward pass.
+        layouts: how the ranks hold the tensors of each location, by its name, if there are several.
+        rank, ranks: which of them this one is, and how many there are.
     """
 
     def __init__(self) -> None:
@@ -43,6 +46,8 @@ class Record:
         self.order: list[Location] = []
         self.seen: dict[Location, tuple[TensorInfo, ...]] = {}
         self.repeated: set[Location] = set()
+        self.layouts: dict[str, tuple[Layout, ...]] = {}
+        self.rank, self.ranks = 0, 1
 
     def teach(
         self, rows: RowMap, places: Places, locations: Iterable[Location] | None = None
@@ -55,7 +60,7 @@ class Record:
         for seen in self.seen if locations is None else locations:
             location = places.location(seen.path, seen.side)
             location.repeats = seen in self.repeated
-            rows.know(location, self.seen[seen])
+            rows.know(location, self.seen[seen], self.layouts.get(str(seen), ()))
 
     def tree(self, tree: ModelTree, watch: Watch) -> ModelTree:
         """The tree with what was seen in it."""
@@ -67,20 +72,47 @@ class Record:
             modules[path] = info.model_copy(
                 update={
                     "repeats": output in self.repeated,
-                    "output": self.seen.get(output),
-                    "input": self.seen.get(entry),
+                    "output": self.whole(output),
+                    "input": self.whole(entry),
                 }
             )
-        return tree.model_copy(update={"modules": modules})
+        return tree.model_copy(update={"modules": modules, "ranks": self.ranks})
+
+    def whole(self, location: Location) -> tuple[TensorInfo, ...] | None:
+        """The tensors of a location as a single GPU has them; None if it was not seen."""
+        infos = self.seen.get(location)
+        layouts = self.layouts.get(str(location))
+        if infos is None or layouts is None:
+            return infos
+        return tuple(
+            _whole(info, layout, self.ranks) for info, layout in zip(infos, layouts, strict=True)
+        )
+
+
+def _whole(info: TensorInfo, layout: Layout, ranks: int) -> TensorInfo:
+    if layout is None:
+        return info
+    if isinstance(layout, Unknown):
+        return info.model_copy(update={"shape": ("?",) * len(info.shape)})
+    if isinstance(layout, Sum):
+        return info.model_copy(update={"shared": "sum"})
+    width = info.shape[1]
+    assert isinstance(width, int)
+    shape = (info.shape[0], width * layout.whole(ranks) // layout.width, *info.shape[2:])
+    return info.model_copy(update={"shape": shape, "shared": "columns"})
 
 
 def record(
-    interleaver: Interleaver, forward: Callable[[int, int], None], sizes: Any = SIZES
+    interleaver: Interleaver,
+    forward: Callable[[int, int], None],
+    sizes: Any = SIZES,
+    see: Callable[[Location, Any], None] = lambda location, value: None,
 ) -> Record:
     """Run the model at two sizes and compare.
 
     Args:
         forward: runs it on so many tokens, and the logits of so many requests.
+        see: called with each location's value in the first run.
     """
     runs: list[dict[Location, Shapes]] = []
     found = Record()
@@ -88,6 +120,8 @@ def record(
         shapes: dict[Location, Shapes] = {}
 
         def note(location: Location, value: Any, shapes: dict[Location, Shapes] = shapes) -> None:
+            if not runs:
+                see(location, value)
             if location in shapes:
                 found.repeated.add(location)
             else:

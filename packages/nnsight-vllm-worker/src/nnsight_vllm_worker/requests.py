@@ -349,7 +349,8 @@ class Tracing:
         """Have the operations watched that a block's text names."""
         if "source" in known.code.compiled.co_names:
             for path in effects.sources():
-                self._watch.watch_source(path)
+                assert self._watch.places.prepare is not None
+                self._watch.places.prepare(path)
                 if ".source." in path and path not in self._recorded:
                     self._recorded.add(path)
                     self.record(path)

@@ -19,6 +19,7 @@ from nnsight_core.errors import LocationError
 from nnsight_core.locations import LOGITS, SAMPLES, Location
 from nnsight_core.run import Run
 from nnsight_core.tree import REQUESTS, TOKENS, TensorInfo
+from nnsight_vllm_worker.layouts import Layout, Split, Sum, Unknown
 
 
 class Span(NamedTuple):
@@ -32,6 +33,15 @@ class Span(NamedTuple):
     start: int
     stop: int
     row: int
+
+
+class Change(NamedTuple):
+    """Rows that were written: of which tensor of a value, along which of its axes."""
+
+    tensor: int
+    axis: int
+    start: int
+    stop: int
 
 
 class Placed(NamedTuple):
@@ -51,10 +61,10 @@ class Axis:
     counts: str
 
 
-Unknown = str
+Reason = str
 
 
-def axis_of(info: TensorInfo) -> Axis | Unknown | None:
+def axis_of(info: TensorInfo) -> Axis | Reason | None:
     """The axis along which requests lie; None if there is none, a reason if it is not known."""
     named = [(i, d) for i, d in enumerate(info.shape) if isinstance(d, str)]
     if not named:
@@ -72,23 +82,40 @@ class RowMap:
     Args:
         like: another map, whose recorded axes this one shares.
         private: whether the values are copies already, which nothing else reads.
+
+    Attributes:
+        layouts: how the ranks hold the tensors of locations that not each holds whole.
+        changes: what was written since somebody last asked; None if nobody asks.
     """
 
     def __init__(self, like: RowMap | None = None, private: bool = False) -> None:
         per_request = (Axis(0, REQUESTS),)
         self.private = private
-        self._axes: dict[Location, tuple[Axis | Unknown | None, ...]] = {
+        self._axes: dict[Location, tuple[Axis | Reason | None, ...]] = {
             LOGITS: per_request,
             SAMPLES: per_request,
         }
+        self.layouts: dict[Location, tuple[Layout, ...]] = {}
+        self.changes: list[Change] | None = None
         if like is not None:
             self._axes = like._axes
         self._spans: dict[object, Span] = {}
         self._totals: dict[str, int] = {}
 
-    def know(self, location: Location, infos: tuple[TensorInfo, ...]) -> None:
+    def know(
+        self, location: Location, infos: tuple[TensorInfo, ...], layouts: tuple[Layout, ...] = ()
+    ) -> None:
         """Take over what was recorded of a location."""
-        self._axes[location] = tuple(axis_of(info) for info in infos)
+        axes: list[Axis | Reason | None] = [axis_of(info) for info in infos]
+        for index, layout in enumerate(layouts):
+            axis = axes[index]
+            if isinstance(layout, Unknown):
+                axes[index] = f"it lies on several ranks, and {layout.why}"
+            elif layout is not None and (not isinstance(axis, Axis) or axis.axis != 0):
+                axes[index] = "it lies on several ranks, and does not begin with its rows"
+        self._axes[location] = tuple(axes)
+        if any(isinstance(layout, Split | Sum) for layout in layouts):
+            self.layouts[location] = layouts
 
     def known(self) -> Collection[Location]:
         """The locations that were recorded."""
@@ -109,6 +136,10 @@ class RowMap:
                 self._spans[key] = Span(first, stop - live, stop, row)
             first = stop
         self._totals = {TOKENS: first, REQUESTS: requests}
+
+    def count(self, tokens: int, requests: int) -> None:
+        """Take how many tokens and requests a pass has, and no more."""
+        self._totals = {TOKENS: tokens, REQUESTS: requests}
 
     def span(self, key: object) -> Span:
         """The place of a request."""
@@ -164,5 +195,18 @@ class RowMap:
             return rows
         return torch.cat([*pieces.before(location, index), rows], axis.axis)
 
+    def changed(self, location: Location, index: int, start: int, stop: int) -> None:
+        """Rows of a tensor are written, counted along the axis of requests."""
+        axis = self.axis_kept(location, index)
+        if self.changes is not None and axis is not None:
+            self.changes.append(Change(index, axis.axis, start, stop))
+
     def wrote(self, run: Run, location: Location, changed: dict[int, Tensor]) -> None:
+        span = self._spans[run.key]
+        for index in changed if self.changes is not None else ():
+            axis = self.axis_kept(location, index)
+            if axis is not None and axis.counts == TOKENS:
+                self.changed(location, index, span.start, span.stop)
+            else:
+                self.changed(location, index, span.row, span.row + 1)
         run.key.written.keep(location, run.key.position, changed)

@@ -76,13 +76,20 @@ def apply(arguments: dict[str, Any]) -> dict[str, Any]:
         value = chosen.get(refused)
         if value is True or value not in (None, 1, False):
             raise ValueError(f"{refused}={value!r} cannot be had yet: {reason}.")
+    compilation = chosen.get("compilation_config")
+    passes = compilation.get("pass_config") if isinstance(compilation, dict) else None
+    for refused in ("enable_sp", "fuse_gemm_comms"):
+        if isinstance(passes, dict) and passes.get(refused):
+            raise ValueError(
+                f"pass_config.{refused}=True cannot be had yet: tokens that are dealt out over "
+                "ranks are not yet put together for a block."
+            )
     return chosen
 
 
 REFUSED = {
     "speculative_config": "a block cannot yet see steps that verify several tokens at once",
     "pipeline_parallel_size": "a block cannot yet reach locations of several stages",
-    "tensor_parallel_size": "values of several ranks are not yet put together for a block",
     "data_parallel_size": "values of several replicas are not yet told apart",
     "decode_context_parallel_size": "values of several ranks are not yet put together for a block",
     "prefill_context_parallel_size": "values of several ranks are not yet put together for a block",

@@ -11,7 +11,7 @@ pass (interleaved, eager), when it is over (after), or when the next one is on i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,6 +25,37 @@ from nnsight_vllm_worker.requests import FOREIGN, Tracing
 from nnsight_vllm_worker.rows import Placed, RowMap
 from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.traced import Arrival, Entry, Part, Traced
+
+
+class Passes(Protocol):
+    """What a port calls around each pass, on any rank. See `Steps`."""
+
+    taps: Taps
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def graphs(self) -> bool: ...
+
+    @property
+    def breaks(self) -> tuple[Location, ...]: ...
+
+    def requests(self, new: list[Arrival], gone: set[str]) -> None: ...
+
+    def begin(self, batch: list[Part]) -> None: ...
+
+    def listen(self) -> None: ...
+
+    def visit(self, location: Location, tensors: list[Tensor]) -> None: ...
+
+    def forwarded(self) -> None: ...
+
+    def logits(self, logits: Tensor | None) -> None: ...
+
+    def samples(self, samples: Tensor) -> None: ...
+
+    def end(self) -> list[str]: ...
 
 
 class Steps:

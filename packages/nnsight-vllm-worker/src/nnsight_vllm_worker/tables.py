@@ -7,6 +7,7 @@ which nothing has changed since the last one costs no copy.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from nnsight_core.errors import EngineError
 from nnsight_core.lowering import Affine, Lowered
+from nnsight_vllm_worker.layouts import Split, part
 from nnsight_vllm_worker.tap_op import ADD, PROJECT, SCALE, SET
-from nnsight_vllm_worker.taps import Taps
+from nnsight_vllm_worker.taps import Tap, Taps
 
 _KINDS = {"add": ADD, "scale": SCALE, "set": SET, "project": PROJECT}
 
@@ -142,6 +144,11 @@ class Tables:
         """Whether the map names rows, so that it must be looked at before a pass."""
         return bool(self._placed)
 
+    @property
+    def seats(self) -> list[tuple[int, tuple[Span, ...]]]:
+        """Which rows of the pass have which entries, as `place` was told."""
+        return self._placed
+
     def install(self, lowered: tuple[Lowered, ...], prompt: int) -> Table:
         """Take a request's writes; those of the same lowered blocks are taken once.
 
@@ -159,7 +166,7 @@ class Tables:
                 tap = self._taps.taps[self._taps.named[f"{affine.path}.output"]]
                 entry = self._entry(table)
                 along = self._entry(table) if affine.kind == "project" else 0
-                self._fill(entry, along, affine, tap.slabs[affine.index].shape[1])
+                self.fill(entry, along, affine, tap)
                 table.writes.append(Written(affine, tap.first + affine.index, entry))
         except Full:
             self._free += table.entries
@@ -176,10 +183,8 @@ class Tables:
 
     def copy(self, table: Table, entry: int, after: int) -> int:
         """An entry like another one, which leads to `after`."""
-        new, taps = self._entry(table), self._taps
-        for tensor in (taps.operands, taps.masks, taps.kinds, taps.factors):
-            tensor[new].copy_(tensor[entry])
-        taps.kinds[new, 1] = after
+        new = self._entry(table)
+        self.fill_like(new, entry, after)
         return new
 
     def place(self, seats: list[tuple[int, tuple[Span, ...]]]) -> None:
@@ -210,21 +215,36 @@ class Tables:
         table.entries.append(self._free.pop())
         return table.entries[-1]
 
-    def _fill(self, entry: int, along: int, affine: Affine, width: int) -> None:
+    def fill(self, entry: int, along: int, affine: Affine, tap: Tap) -> None:
+        """Say in an entry, and where a projection goes along in another, what a write does."""
         taps = self._taps
         columns: Any = affine.columns
         if isinstance(columns, list):
             columns = torch.tensor(columns, device=taps.operands.device)
-        taps.masks[entry] = False
-        taps.masks[entry, :width][columns] = True
-        _put(taps.operands[entry], width, columns, affine.operand)
+        own = partial(self._put, tap, affine.index, columns)
+        own(taps.masks[entry], True)
+        own(taps.operands[entry], affine.operand)
         if affine.along is not None:
-            _put(taps.operands[along], width, columns, affine.along)
+            own(taps.operands[along], affine.along)
         about = [_KINDS[affine.kind], 0, along]
         taps.kinds[entry].copy_(torch.tensor(about, dtype=torch.int32))
         taps.factors[entry] = affine.factor
 
+    def fill_like(self, new: int, entry: int, after: int) -> None:
+        """Say in an entry what another one says, and that it leads to `after`."""
+        taps = self._taps
+        for tensor in (taps.operands, taps.masks, taps.kinds, taps.factors):
+            tensor[new].copy_(tensor[entry])
+        taps.kinds[new, 1] = after
 
-def _put(row: Tensor, width: int, columns: Any, value: Tensor | float) -> None:
-    row.zero_()
-    row[:width][columns] = value.to(row) if isinstance(value, Tensor) else value
+    def _put(self, tap: Tap, index: int, columns: Any, row: Tensor, value: Tensor | float) -> None:
+        """Write a value into some columns of a tensor's row, or into those that this rank has."""
+        row.zero_()
+        layout, width = tap.layouts[index], tap.slabs[index].shape[1]
+        value = value.to(row) if isinstance(value, Tensor) else value
+        if isinstance(layout, Split):
+            whole = row.new_zeros(layout.whole(self._taps.count))
+            whole[columns] = value
+            row[:width] = part(layout, whole, self._taps.rank, self._taps.count, axis=0)
+        else:
+            row[:width][columns] = value

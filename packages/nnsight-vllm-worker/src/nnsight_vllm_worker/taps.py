@@ -22,8 +22,10 @@ from nnsight_core.locations import Location
 from nnsight_core.node import Places
 from nnsight_core.taps import RESID
 from nnsight_core.tree import TOKENS, TensorInfo
+from nnsight_vllm_worker.layouts import Layout, Split, Sum, join
 from nnsight_vllm_worker.record import Record, Slot
 from nnsight_vllm_worker.tap_op import SINKS
+from nnsight_vllm_worker.vllm_ports.parallel import Ranks
 
 MOST_BYTES = 256 * 2**20
 """What the slabs of an engine may take together, unless fewer than `FEWEST` slots fit in it."""
@@ -36,6 +38,8 @@ _WIDEST = 65536
 
 Kind = tuple[str, int]
 """Dtype and width of a tensor."""
+Shards = dict[Kind, tuple[list[int], list[Tensor]]]
+"""By kind of memory, the lines that were gathered and what each rank has in them."""
 
 
 class Tap(NamedTuple):
@@ -43,10 +47,12 @@ class Tap(NamedTuple):
 
     Attributes:
         keys: how each tensor is reached in the location's value.
+        infos: the tensors as a block sees them.
         slabs: for each tensor, `[slots, width]`.
         places: for each, the kind of memory in which its slab lies, and the line of it.
         first: its row in the engine's table of entries.
         form: how the value is built, with a `Slot` for each tensor.
+        layouts: for each tensor, how the ranks hold it.
     """
 
     location: Location
@@ -56,6 +62,12 @@ class Tap(NamedTuple):
     places: tuple[tuple[Kind, int], ...]
     first: int
     form: Any
+    layouts: tuple[Layout, ...]
+
+    @property
+    def shared(self) -> bool:
+        """Whether not each rank holds all of it."""
+        return any(layout is not None for layout in self.layouts)
 
 
 class Taps:
@@ -66,6 +78,8 @@ class Taps:
         named: their locations, by name.
         slots: how many rows a pass can copy within graphs.
         bytes: of device memory, slabs and tables together.
+        rank, count: which rank of the engine this is, and how many it has.
+        ranks: how they reach one another, if there are several.
     """
 
     def __init__(
@@ -86,6 +100,8 @@ class Taps:
         fit = MOST_BYTES // max(per_slot, 1)
         self.slots = min(max(fit, FEWEST), MOST, rows)
         self.device = device
+        self.rank, self.count = record.rank, record.ranks
+        self.ranks: Ranks | None = None
         self.taps: dict[Location, Tap] = {}
         self.named: dict[str, Location] = {}
         count = sum(len(record.seen[at]) for at in chosen)
@@ -114,7 +130,10 @@ class Taps:
             # To PyTorch each is a tensor of its own: of views its compiler would make copies.
             slabs = [torch.from_dlpack(self._memory[kind][line]) for kind, line in places]
             keys = tuple(_keys(record.forms[at], index) for index in range(len(infos)))
-            self.taps[at] = Tap(at, keys, infos, slabs, places, number, record.forms[at])
+            layouts = record.layouts.get(str(at)) or (None,) * len(infos)
+            whole = record.whole(at) or ()
+            form = record.forms[at]
+            self.taps[at] = Tap(at, keys, whole, slabs, places, number, form, layouts)
             number += len(infos)
         self.bytes = sum(
             t.numel() * t.element_size()
@@ -184,6 +203,11 @@ class Taps:
 
     # -- in a pass -------------------------------------------------------------------------------
 
+    @property
+    def placed(self) -> list[tuple[int, int]]:
+        """The spans whose rows have slots."""
+        return self._place
+
     def place(self, spans: list[tuple[int, int]]) -> None:
         """Give the rows of these spans of the batch slots, one span after the other."""
         if spans == self._place:
@@ -209,7 +233,31 @@ class Taps:
                 copies[kind] = memory[chosen[0] : chosen[0] + len(chosen)].clone()
             else:
                 copies[kind] = memory.index_select(0, index)
-        return Kept(self, wanted, copies, {kind: chosen for kind, (chosen, _) in lines.items()})
+        chosen = {kind: chosen for kind, (chosen, _) in lines.items()}
+        shared = tuple(at for at in wanted if self.taps[at].shared)
+        return Kept(self, wanted, copies, chosen, self.gather(shared, first, rows))
+
+    def gather(self, shared: tuple[Location, ...], first: int, rows: int) -> Shards:
+        """What every rank has in these slots of taps, on the first rank; called on all of them."""
+        found: Shards = {}
+        for kind, (chosen, index) in self._lines_of(shared).items():
+            assert self.ranks is not None
+            mine = self._memory[kind][:, first : first + rows].index_select(0, index)
+            found[kind] = chosen, self.ranks.gather(mine)
+        return found
+
+    def whole(self, at: Location, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors of a tap as a block sees them; called on all ranks."""
+        layouts = self.taps[at].layouts
+        return [
+            self._joined(layout, tensor) for layout, tensor in zip(layouts, tensors, strict=True)
+        ]
+
+    def _joined(self, layout: Layout, tensor: Tensor) -> Tensor:
+        if self.ranks is None or not isinstance(layout, Split | Sum):
+            return tensor
+        shards = self.ranks.gather(tensor)
+        return join(layout, shards) if shards else tensor
 
     def _lines_of(self, wanted: tuple[Location, ...]) -> dict[Kind, tuple[list[int], Tensor]]:
         found: dict[Kind, list[int]] = {}
@@ -270,15 +318,29 @@ class Kept(Mapping[Location, Any]):
         wanted: tuple[Location, ...],
         copies: dict[Kind, Tensor],
         lines: dict[Kind, list[int]],
+        shards: Shards,
     ) -> None:
         self.copies = copies
+        self._shards = shards
         self._taps = taps
         self._wanted = wanted
         self._lines = lines
 
+    def tensors(self) -> list[Tensor]:
+        """The memory of the copies."""
+        shards = [shard for _, shards in self._shards.values() for shard in shards]
+        return [*self.copies.values(), *shards]
+
     def __getitem__(self, at: Location) -> Any:
-        places = self._taps.taps[at].places
-        tensors = [self.copies[kind][self._lines[kind].index(line)] for kind, line in places]
+        tap = self._taps.taps[at]
+        tensors = []
+        for layout, (kind, line) in zip(tap.layouts, tap.places, strict=True):
+            if isinstance(layout, Split | Sum):
+                lines, shards = self._shards[kind]
+                number = lines.index(line)
+                tensors.append(join(layout, [shard[number] for shard in shards]))
+            else:
+                tensors.append(self.copies[kind][self._lines[kind].index(line)])
         return self._taps.value(at, tensors)
 
     def __iter__(self) -> Iterator[Location]:
@@ -299,7 +361,7 @@ def _unfit(record: Record, at: Location) -> str | None:
     """Why a location cannot be a tap; None if it can."""
     if at in record.repeated:
         return "one forward pass reaches it more than once"
-    infos = record.seen.get(at, ())
+    infos = record.whole(at)
     if not infos:
         return "it holds no tensors"
     for info in infos:

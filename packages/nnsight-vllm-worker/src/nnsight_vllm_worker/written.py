@@ -115,8 +115,10 @@ class _Again:
                 start = max(position, self._computed)
                 stop = min(position + rows.shape[axis.axis], self._until)
                 if start < stop:
-                    own = tensor.narrow(axis.axis, first + start - self._computed, stop - start)
+                    at = first + start - self._computed
+                    own = tensor.narrow(axis.axis, at, stop - start)
                     own.copy_(rows.narrow(axis.axis, start - position, stop - start))
+                    self._rows.changed(location, index, at, at + stop - start)
             return tensor
 
         return map_tensors(value, change)

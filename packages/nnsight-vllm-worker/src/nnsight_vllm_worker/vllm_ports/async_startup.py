@@ -26,6 +26,7 @@ from contextlib import aclosing
 from typing import Any
 
 from nnsight_vllm_worker.submission import Request
+from nnsight_vllm_worker.vllm_ports import scheduling
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
 from nnsight_vllm_worker.vllm_ports.startup import check_room, refusals
 
@@ -47,6 +48,7 @@ def build_async_llm(model: str, arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    scheduling.silence()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
     check_methods(llm, _METHODS)
     check_attributes(llm, ("errored", "output_handler", "dead_error", "vllm_config"))

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nnsight_vllm_worker.step import Steps
+from nnsight_vllm_worker.step import Passes
 from nnsight_vllm_worker.traced import Part
 from nnsight_vllm_worker.vllm_ports import ending
 from nnsight_vllm_worker.vllm_ports.arrivals import arrivals
@@ -40,7 +40,7 @@ _METHODS = {
 
 
 class RunnerV1:
-    """Calls `Steps` from one V1 runner, by wrapping methods on the instance."""
+    """Calls `Passes` from one V1 runner, by wrapping methods on the instance."""
 
     def __init__(self, runner: Any) -> None:
         check_methods(runner, _METHODS)
@@ -71,7 +71,7 @@ class RunnerV1:
         model: Any = self.model
         model.compute_logits(hidden[:requests])
 
-    def attach(self, steps: Steps) -> None:
+    def attach(self, steps: Passes) -> None:
         """From now on, report every step."""
         runner = self._runner
         execute, determine = runner.execute_model, runner._determine_batch_execution_and_padding

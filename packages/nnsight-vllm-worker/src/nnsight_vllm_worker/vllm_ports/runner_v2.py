@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nnsight_vllm_worker.step import Steps
+from nnsight_vllm_worker.step import Passes
 from nnsight_vllm_worker.traced import Part
 from nnsight_vllm_worker.vllm_ports import breaks, ending
 from nnsight_vllm_worker.vllm_ports.arrivals import arrivals
@@ -40,7 +40,7 @@ _METHODS = {
 
 
 class RunnerV2:
-    """Calls `Steps` from one V2 runner, by wrapping methods on the instance."""
+    """Calls `Passes` from one V2 runner, by wrapping methods on the instance."""
 
     def __init__(self, runner: Any) -> None:
         from vllm.config import CUDAGraphMode
@@ -83,7 +83,7 @@ class RunnerV2:
         model: Any = self.model
         model.compute_logits(hidden[:requests])
 
-    def attach(self, steps: Steps) -> None:
+    def attach(self, steps: Passes) -> None:
         """From now on, report every step."""
         runner, graphs = self._runner, self._runner.cudagraph_manager
         model: Any = self.model

@@ -19,12 +19,12 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from nnsight_core.errors import EngineError, NNsightError, WriteError
-from nnsight_vllm_worker.vllm_ports import death, orphans
+from nnsight_vllm_worker.vllm_ports import death, orphans, scheduling
 
 CAUSES = "NNSIGHT_START_CAUSES"
 """Environment variable: the file into which a starting engine's processes write what failed."""
@@ -51,7 +51,8 @@ class _Causes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:
-            _write_cause(self._path, record.exc_info[1])
+            with suppress(OSError):  # the engine stands, and nobody looks any more
+                _write_cause(self._path, record.exc_info[1])
 
 
 def _write_cause(path: Path, error: BaseException) -> None:
@@ -104,6 +105,7 @@ def build_llm(model: str, arguments: dict[str, Any]) -> Any:
     """A `vllm.LLM`."""
     from vllm import LLM
 
+    scheduling.silence()
     llm = LLM(model, **arguments)
     death.watch(llm)
     return llm

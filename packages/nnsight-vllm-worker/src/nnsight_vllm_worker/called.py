@@ -1,0 +1,129 @@
+"""Modules that a block itself calls, where they are split over several ranks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nnsight_core.node import Node, Places, bare
+from nnsight_core.values import map_tensors
+from nnsight_vllm_worker.joint import Values
+from nnsight_vllm_worker.layouts import Layout, Split, Sum, join, part
+from nnsight_vllm_worker.vllm_ports.parallel import Layers
+
+
+class Hole(NamedTuple):
+    """Stands for a tensor of a call, which travels apart."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Module(NamedTuple):
+    """Stands for a module that is an argument of a call."""
+
+    path: str
+
+
+class Called:
+    """Runs modules on all ranks at once: whole tensors go in and come out."""
+
+    def __init__(self, values: Values, layers: Layers, places: Places) -> None:
+        self._values = values
+        self._layers = layers
+        self._places = places
+
+    def alone(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module of which each rank holds all."""
+        module = self._places.modules[path]
+        return module(*map(bare, args), **{k: bare(v) for k, v in kwargs.items()})
+
+    def form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call without its tensors."""
+        return _form([list(args), dict(kwargs)])
+
+    def run(self, path: str, form: Any, tensors: list[Tensor] | None) -> Any:
+        """Run a module.
+
+        Args:
+            tensors: those of the call, on the first rank.
+
+        Raises:
+            Exception: what the module raises, on the first rank.
+        """
+        found: list[Tensor] = []
+        layouts = self._layouts(path, "input")
+
+        def fill(hole: Hole) -> Tensor:
+            index = len(found)
+            given = None if tensors is None else tensors[index]
+            layout = layouts[index] if index < len(layouts) else None
+            found.append(self._given(layout, hole, given))
+            return found[-1]
+
+        args, kwargs = self._filled(form, fill)
+        error: BaseException | None = None
+        made: Any = None
+        try:
+            made = self._places.modules[path](*args, **kwargs)
+        except Exception as raised:
+            error = raised
+        failed = self._values.ranks.agree(None if error is None else repr(error))
+        if error is not None:
+            raise error
+        if any(failed):
+            raise RuntimeError(f"{path} failed on another rank: {next(filter(None, failed))}")
+        return self._result(path, made)
+
+    def _given(self, layout: Layout, hole: Hole, given: Tensor | None) -> Tensor:
+        ranks = self._values.ranks
+        like = torch.empty(hole.shape, dtype=hole.dtype, device=self._values.device)
+        if not isinstance(layout, Split):
+            return ranks.broadcast(given, like)
+        last = len(hole.shape) - 1
+        shape = (*hole.shape[:-1], hole.shape[-1] * layout.width // layout.whole(ranks.size))
+        own = like.new_empty(shape)
+        if given is None:
+            return ranks.scatter(None, own)
+        parts = [part(layout, given, rank, ranks.size, last) for rank in range(ranks.size)]
+        return ranks.scatter(parts, own)
+
+    def _result(self, path: str, made: Any) -> Any:
+        layouts = iter(self._layouts(path, "output"))
+
+        def whole(tensor: Tensor) -> Tensor:
+            layout = next(layouts, None)
+            if not isinstance(layout, Split | Sum):
+                return tensor
+            shards = self._values.ranks.gather(tensor)
+            return join(layout, shards, tensor.dim() - 1) if shards else tensor
+
+        return map_tensors(made, whole)
+
+    def _filled(self, form: Any, fill: Any) -> Any:
+        if isinstance(form, Hole):
+            return fill(form)
+        if isinstance(form, Module):
+            return self._places.modules[form.path]
+        if isinstance(form, list | tuple):
+            return type(form)(self._filled(each, fill) for each in form)
+        if isinstance(form, dict):
+            return {key: self._filled(each, fill) for key, each in form.items()}
+        return form
+
+    def _layouts(self, path: str, side: str) -> tuple[Layout, ...]:
+        return self._values.rows.layouts.get(self._places.location(path, side), ())
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Hole(tuple(value.shape), value.dtype)
+    if isinstance(value, Node):
+        return Module(value._path)
+    if isinstance(value, list | tuple):
+        return type(value)(_form(each) for each in value)
+    if isinstance(value, dict):
+        return {key: _form(each) for key, each in value.items()}
+    return value

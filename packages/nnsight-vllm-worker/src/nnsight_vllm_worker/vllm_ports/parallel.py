@@ -1,0 +1,239 @@
+"""Tensor parallel: the ranks of an engine, what they send one another, and how layers are split.
+
+Relies on (vLLM 0.26.0 and 0.27.1):
+- `get_tp_group()` has `ranks`, `rank_in_group`, `world_size`, and two process groups:
+  `device_group` for tensors, `cpu_group` for everything else. Its `all_reduce` and `all_gather`
+  make tensors whole, also where `tensor_model_parallel_all_reduce` is called.
+- `MessageQueue.create_from_process_group(group, bytes, chunks)` makes a queue from the first rank
+  to all others; `enqueue(object)` and `dequeue(indefinite=True)`.
+- a linear layer (`model_executor/layers/linear.py`) has `tp_size`, `output_partition_sizes`
+  (columns of each fused part on a rank), and its class's own: `gather_output`, `input_is_parallel`,
+  `reduce_results`, `num_kv_head_replicas`. What a LoRA wraps is its `base_layer`.
+- `VocabParallelEmbedding` holds rows of the vocabulary, and its output is whole.
+- A feed-forward part ends with `down_proj`. `Attention` gives each rank's heads; activations
+  `...AndMul` of `layers/activation.py` make one column of two. Experts give back what has been
+  reduced, unless `skip_final_all_reduce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from nnsight_core.errors import EngineError
+from nnsight_vllm_worker.group import Group
+from nnsight_vllm_worker.layouts import SUM, Layout, Piece, Shared, Split, Unknown, split
+from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
+
+_GROUP = ("ranks", "rank_in_group", "world_size", "device_group", "cpu_group")
+_CHUNKS = (1 << 20, 16)
+
+
+def ranks_of(config: Any) -> int:
+    """Over how many ranks the layers of an engine are split."""
+    return config.parallel_config.tensor_parallel_size
+
+
+class Ranks(Group):
+    """The tensor-parallel ranks of one engine."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        check_attributes(group, _GROUP)
+        check_methods(group, {"all_reduce": ("input_",), "all_gather": ("input_", "dim")})
+        check_methods(MessageQueue, {"create_from_process_group": ("pg", "max_chunk_bytes")})
+        check_methods(MessageQueue, {"enqueue": ("obj",), "dequeue": ("timeout", "indefinite")})
+        super().__init__(group.ranks, group.rank_in_group, group.device_group, group.cpu_group)
+        self._group = group
+        self._queue = MessageQueue.create_from_process_group(group.cpu_group, *_CHUNKS)
+
+    def send(self, message: Any) -> None:
+        """From the first rank: hand all others a message."""
+        self._queue.enqueue(message)
+
+    def receive(self) -> Any:
+        """On every other rank: the next message."""
+        return self._queue.dequeue(indefinite=True)
+
+    @contextmanager
+    def watched(self, whole: Callable[[Tensor], None]) -> Iterator[None]:
+        """While it lasts, `whole` is called with what collectives of the model make whole."""
+        group = self._group
+
+        def watch(name: str) -> None:
+            plain = getattr(group, name)
+
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                made = plain(*args, **kwargs)
+                whole(made)
+                return made
+
+            setattr(group, name, collective)
+
+        for name in ("all_reduce", "all_gather"):
+            watch(name)
+        try:
+            yield
+        finally:
+            del group.all_reduce, group.all_gather
+
+    def close(self) -> None:
+        """Send no more messages."""
+        self._queue.shutdown()
+        # Its memory is given back when nothing holds it, which vLLM gives a worker no time for.
+        self._queue.buffer = None
+
+
+class Layers:
+    """What the layers of a model say about how they are split."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        from vllm.model_executor.layers import activation, linear, vocab_parallel_embedding
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import (
+            MoERunnerInterface,
+        )
+
+        self._linear = linear
+        self._embedding = vocab_parallel_embedding.VocabParallelEmbedding
+        self._activations = activation.__name__
+        self._attention = (Attention, MLAAttention)
+        self._experts = MoERunnerInterface
+        self._modules = modules
+        self._foreign = {
+            f"{path}.{name}"
+            for path, module in modules.items()
+            if ".layers.mamba." in type(module).__module__
+            for name, _ in module.named_modules()
+        }
+
+    def told(
+        self, path: str, side: str, tensors: list[Tensor], entry: list[Layout]
+    ) -> dict[int, Layout]:
+        """What a layer says of the tensors of its input or output. See `shards.Layers`."""
+        module = self._modules.get(path)
+        if module is None or not tensors:
+            return {}
+        layer: Any = _bare(module)
+        linear = self._linear
+        if isinstance(layer, linear.LinearBase):
+            if layer.tp_size == 1:
+                return {}
+            if path in self._foreign:
+                return {0: Unknown("a state-space layer splits it in a way of its own")}
+            return self._of_linear(layer, side)
+        if isinstance(layer, self._embedding) and side == "output":
+            return {0: None}
+        if side == "output" and self._ends_unreduced(layer):
+            return {0: SUM}
+        if isinstance(layer, self._attention) and side == "output":
+            return {0: split(tensors[0][0].numel())}
+        if isinstance(layer, self._experts) and side == "output":
+            return {0: SUM if _unreduced(layer) else None}
+        if type(layer).__module__ == self._activations and side == "output" and entry:
+            return _halved(tensors[0], entry[0])
+        return {}
+
+    def _ends_unreduced(self, layer: Any) -> bool:
+        """Whether a feed-forward part leaves it to what is around it to add up its summands.
+
+        Shared experts do; what some of them multiply their output by is whole.
+        """
+        down = getattr(layer, "down_proj", None)
+        return isinstance(_bare(down), self._linear.RowParallelLinear) and not (
+            _bare(down).reduce_results or _bare(down).tp_size == 1
+        )
+
+    def parameter(self, path: str, name: str, tensor: Tensor) -> tuple[Shared | None, int]:
+        """The layout of a layer's own tensor, and the axis along which it lies.
+
+        Raises:
+            EngineError: it is not known.
+        """
+        layer = _bare(self._modules[path])
+        if isinstance(layer, self._embedding):
+            return (split(tensor.shape[0]), 0) if layer.tp_size > 1 else (None, 0)
+        if not isinstance(layer, self._linear.LinearBase):
+            if isinstance(layer, self._experts) or "fused_moe" in type(layer).__module__:
+                raise EngineError("experts are split over the ranks, so it cannot be read whole")
+            return None, 0
+        if layer.tp_size == 1:
+            return None, 0
+        plain = isinstance(layer.quant_method, self._linear.UnquantizedLinearMethod)
+        if not plain or path in self._foreign or name not in ("weight", "bias"):
+            raise EngineError("its layer is split over the ranks in a way that is not known")
+        if isinstance(layer, self._linear.RowParallelLinear):
+            return (split(tensor.shape[1]), 1) if name == "weight" else (None, 0)
+        layout = self._output(layer)
+        if isinstance(layout, Unknown):
+            raise EngineError(layout.why)
+        return layout, 0
+
+    def splits(self, path: str) -> bool:
+        """Whether a layer is split over the ranks itself, so that its operations are as well."""
+        module = self._modules.get(path)
+        return module is not None and self._joint(_bare(module))
+
+    def unfilled(self, path: str) -> bool:
+        """Whether a layer leaves its output as it found that memory, where it runs for nobody."""
+        return isinstance(self._modules.get(path), self._attention)
+
+    def local(self, path: str) -> bool:
+        """Whether a module computes on one rank alone what all of them would."""
+        module = self._modules[path]
+        return not any(self._joint(_bare(part)) for part in module.modules())
+
+    def _joint(self, layer: nn.Module) -> bool:
+        linear = isinstance(layer, self._linear.LinearBase) and layer.tp_size > 1
+        kinds = (self._embedding, *self._attention, self._experts)
+        name = type(layer).__name__
+        return linear or isinstance(layer, kinds) or name == "LogitsProcessor"
+
+    def _of_linear(self, layer: Any, side: str) -> dict[int, Layout]:
+        if side == "output":
+            return {0: None if self._whole(layer) else self._output(layer)}
+        if isinstance(layer, self._linear.RowParallelLinear) and layer.input_is_parallel:
+            return {0: split(layer.input_size_per_partition)}
+        return {}
+
+    def _whole(self, layer: Any) -> bool:
+        linear = self._linear
+        if isinstance(layer, linear.RowParallelLinear):
+            return layer.reduce_results
+        return isinstance(layer, linear.ReplicatedLinear) or layer.gather_output
+
+    def _output(self, layer: Any) -> Layout:
+        linear = self._linear
+        sizes = layer.output_partition_sizes
+        if isinstance(layer, linear.RowParallelLinear):
+            return SUM
+        if type(layer) is linear.QKVParallelLinear:
+            copies = (1, layer.num_kv_head_replicas, layer.num_kv_head_replicas)
+            return Split(tuple(map(Piece, sizes, copies)))
+        if type(layer) in (linear.ColumnParallelLinear, linear.MergedColumnParallelLinear):
+            return split(*sizes)
+        return Unknown(f"{type(layer).__name__} splits its output in a way that is not known")
+
+
+def _unreduced(experts: Any) -> bool:
+    return experts.moe_config.skip_final_all_reduce
+
+
+def _bare(module: Any) -> Any:
+    return getattr(module, "base_layer", module)
+
+
+def _halved(tensor: Tensor, entry: Layout) -> dict[int, Layout]:
+    """What an activation makes of two fused parts, of which it multiplies one by the other."""
+    if not isinstance(entry, Split) or len(entry.pieces) != 2:
+        return {}
+    first, second = entry.pieces
+    if first != second or tensor[0].numel() != first.width:
+        return {}
+    return {0: Split((first,))}

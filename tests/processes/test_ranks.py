@@ -1,0 +1,338 @@
+"""Two ranks against one: the same blocks on the same model see, write and draw the same.
+
+What the rest of the tests do on two ranks is `NNSIGHT_TEST_RANKS=2`; here is what only the
+comparison shows, on every location of every family.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from nnsight_core import EncodeError, LocationError
+from nnsight_core.values import tensors
+from nnsight_vllm_worker import VLLM
+from tests.conftest import _prepare
+from tests.processes.test_engine import PROMPT, SETTINGS
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+FAMILIES = ("gpt2_wide", "llama", "qwen3", "mixtral", "qwen2_moe")
+
+
+class Pair(NamedTuple):
+    """One model on one rank and on two."""
+
+    one: Any
+    two: Any
+    layers: str
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, processes: None) -> Iterator[Pair]:
+    path = _prepare(request.param)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        settings = {**SETTINGS, "num_gpu_blocks_override": 200}
+        one, two = (
+            stack.enter_context(VLLM(path, dispatch=True, tensor_parallel_size=n, **settings))
+            for n in (1, 2)
+        )
+        layers = "transformer.h" if request.param == "gpt2_wide" else "model.layers"
+        yield Pair(one, two, layers)
+
+
+def same(here: Any, there: Any) -> None:
+    torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+
+
+def test_every_location_is_whole(pair: Pair) -> None:
+    seen = []
+    for model in (pair.one, pair.two):
+        with model.trace(PROMPT, **GREEDY) as tracer:
+            cache = tracer.cache(include_inputs=True)
+            logits = [].save()
+            for _ in tracer.all():
+                logits.append(model.logits)
+            out = tracer.result.save()
+        seen.append((cache, logits, out.outputs[0].token_ids))
+    one: Any
+    two: Any
+    (one, logits, ids), (two, others, same_ids) = seen
+    assert pair.one.tree.ranks == 1 and pair.two.tree.ranks == 2
+    assert ids == same_ids and len(ids) == 4
+    same(logits, others)
+    assert list(one) == list(two) and len(one) > 40
+    for path, entry in one.items():
+        for visit, other in zip(entry.visits, two[path].visits, strict=True):
+            for side in ("output", "inputs"):
+                here, there = getattr(visit, side), getattr(other, side)
+                assert [a for a, _ in tensors(here)] == [a for a, _ in tensors(there)]
+                for (at, value), (_, whole) in zip(tensors(here), tensors(there), strict=True):
+                    assert value.shape == whole.shape, f"{path}.{side}{at}"
+                    same(value, whole)
+    # Each shape of the tree is that of one rank.
+    for path, info in pair.one.tree.modules.items():
+        held = pair.two.tree.modules[path]
+        for ours, theirs in ((info.output, held.output), (info.input, held.input)):
+            assert [t.shape for t in ours or ()] == [t.shape for t in theirs or ()], path
+
+
+def test_every_location_is_written(pair: Pair) -> None:
+    at = f"{pair.layers}.1"
+    inside = [p for p in pair.one.tree.modules if p == at or p.startswith(f"{at}.")]
+    written = 0
+    for path in inside:
+        info = pair.one.tree.modules[path]
+        for side in ("output", "input"):
+            infos = getattr(info, side)
+            if info.same_as or not infos or infos[-1].shape[0] != "tokens":
+                continue
+            if not infos[-1].dtype.startswith("float"):
+                continue
+            outcome = [changed(model, path, side) for model in (pair.one, pair.two)]
+            same(outcome[0][0], outcome[1][0])
+            same(outcome[0][1], outcome[1][1])
+            assert outcome[0][2] == outcome[1][2]
+            written += 1
+    assert written > 15
+
+
+def changed(model: Any, path: str, side: str) -> tuple[Any, Any, list[int]]:
+    """Write some columns of the last rows of every step, and see what comes of it."""
+    with model.trace(PROMPT, **GREEDY) as tracer:
+        node = model.get(path)
+        rows, logits = [].save(), [].save()
+        for _ in tracer.all():
+            value = node.output if side == "output" else node.inputs
+            parts = value if isinstance(value, tuple) else (value,)
+            if side == "input":
+                parts = (*value[0], *value[1].values())
+            last = [part for part in parts if isinstance(part, torch.Tensor)][-1]
+            flat = last.view(last.shape[0], -1)
+            third = flat.shape[1] // 3
+            flat[-1, third : 2 * third] *= -2.0
+            flat[-1, : third // 2] += 0.5
+            rows.append(last.clone())
+            logits.append(model.logits)
+        out = tracer.result.save()
+    return rows, logits, out.outputs[0].token_ids
+
+
+def test_heads_and_halves_are_those_of_one_rank(pair: Pair) -> None:
+    if f"{pair.layers}.1.self_attn" not in pair.one.tree.modules:
+        pytest.skip("these names are a Llama's")
+    outcomes = []
+    for model in (pair.one, pair.two):
+        with model.trace(PROMPT, **GREEDY) as tracer:
+            attention = model.model.layers[1].self_attn
+            qkv = attention.qkv_proj.output[0]
+            qkv[:, 32:64] = 0  # the second head of q, and the only one of v on the second rank
+            qkv[:, 224:] *= 3
+            z = attention.o_proj.input
+            z[:, 96:] = 0
+            out = attention.o_proj.output[0].save()
+            result = tracer.result.save()
+        outcomes.append((out, result.outputs[0].token_ids))
+    same(outcomes[0][0], outcomes[1][0])
+    assert outcomes[0][1] == outcomes[1][1]
+
+
+def test_operations_inside_forwards_are_whole_or_refused(pair: Pair) -> None:
+    at = f"{pair.layers}.1"
+    served, refused = 0, []
+    for path, info in pair.one.tree.modules.items():
+        if info.same_as or not (path == at or path.startswith(f"{at}.")):
+            continue
+        # Memory that nobody has written yet holds anything.
+        for name in [n for n in info.operations or () if "empty" not in n]:
+            outcome = [operation(model, path, name) for model in (pair.one, pair.two)]
+            if isinstance(outcome[0], str):
+                continue  # it does not run, or its rows are not known on one rank either
+            if isinstance(outcome[1], str) and "was not reached" in outcome[1]:
+                continue  # one rank has nothing to add up, and takes another branch there
+            if isinstance(outcome[1], str):
+                assert "it lies on several ranks" in outcome[1]
+                refused.append(f"{path}.{name}")
+                continue
+            for (_, here), (_, there) in zip(*map(tensors, outcome), strict=True):
+                assert here.shape == there.shape, f"{path}.{name}"
+                same(here, there)
+            served += 1
+    # Inside layers that are split, it is the layer that says how.
+    assert served > 10 and len(refused) < served // 2, refused
+
+
+def operation(model: Any, path: str, name: str) -> Any:
+    try:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            value = getattr(model.get(path).source, name).output.save()
+    except (LocationError, EncodeError) as error:
+        return str(error)
+    return value
+
+
+def test_modules_are_called_with_whole_tensors(pair: Pair) -> None:
+    seen, at = [], f"{pair.layers}.1"
+    for model in (pair.one, pair.two):
+        with model.trace(PROMPT, **GREEDY) as tracer:
+            hidden = model.get(at).output
+            if isinstance(hidden, tuple):
+                hidden = hidden[0] + hidden[1]
+            lens = model.logits_processor(model.lm_head, hidden).save()
+            out = tracer.result.save()
+        seen.append((lens, out.outputs[0].token_ids))
+    same(seen[0][0], seen[1][0])
+    assert seen[0][1] == seen[1][1]
+    if f"{at}.mlp.gate_up_proj" not in pair.one.tree.modules:
+        return
+    parts = []
+    for model in (pair.one, pair.two):
+        with model.trace(PROMPT, **GREEDY):
+            mlp = model.model.layers[1].mlp
+            hidden = mlp.input
+            up = mlp.gate_up_proj(hidden)[0].save()
+            down = mlp.down_proj(mlp.act_fn(up))[0].save()
+            whole = mlp(hidden).save()
+            done = mlp.output.save()
+        same(down, whole)
+        same(whole, done)
+        parts.append((up, down))
+    same(*parts)
+
+
+def test_repeats_are_identical(pair: Pair) -> None:
+    model, at = pair.two, f"{pair.layers}.1"
+    first: Any = None
+    for _ in range(8):
+        with model.trace(PROMPT, seed=7, temperature=1.0, max_tokens=6, ignore_eos=True) as tracer:
+            torch.manual_seed(3)
+            noise = torch.randn(3).save()
+            rows = [].save()
+            for _ in tracer.all():
+                rows.append(model.get(at).output)
+            out = tracer.result.save()
+        values = [noise, *[tensor for _, tensor in tensors(rows)]]
+        if first is None:
+            first = values, out.outputs[0].token_ids
+        assert all(torch.equal(a, b) for a, b in zip(first[0], values, strict=True))
+        assert out.outputs[0].token_ids == first[1]
+
+
+def test_ranks_never_diverge(pair: Pair) -> None:
+    """Blocks that no two processes would run alike, beside requests that look at nothing."""
+    if f"{pair.layers}.1.mlp.down_proj" not in pair.one.tree.modules:
+        pytest.skip("other families have no such parts")
+    model = pair.two
+    plain = model.generate([PROMPT], **GREEDY)[0].outputs[0].token_ids
+    for _ in range(6):
+        with model.trace(**GREEDY) as tracer:
+            with tracer.invoke(PROMPT):
+                quiet = model.logits.save()
+            with tracer.invoke(PROMPT):
+                # Which of these it reads, and what it writes, no other process would know.
+                if time.perf_counter_ns() % 2 or random.random() < 0.3:
+                    model.model.layers[0].self_attn.o_proj.input[:] *= random.random()
+                for layer in {"1", "2", "3"} if random.random() < 0.5 else {"3"}:
+                    if layer == "3":
+                        kept = model.get("model.layers.3.mlp").output.save()
+                noise = torch.randn(4).save()
+                drawn = [].save()
+                for _ in tracer.all():
+                    model.logits[:] += torch.randn_like(model.logits)
+                    drawn.append(int(model.samples[0, 0]))
+        assert drawn == list(tracer.result[1].outputs[0].token_ids) and kept.shape[1] == 128
+        assert quiet.shape[0] == 1 and noise.shape == (4,)
+    # Nothing of it is left: neither in anybody's random numbers, nor in anybody's memory.
+    assert model.generate([PROMPT], **GREEDY)[0].outputs[0].token_ids == plain
+    counts = model._engine._rpc("nnsight_counts")
+    assert len(counts) == 2
+    assert all(c[name] == 0 for c in counts for name in c if name != "tap_bytes")
+
+
+def test_what_fails_ends_its_request_alone(pair: Pair) -> None:
+    if f"{pair.layers}.1.mlp.down_proj" not in pair.one.tree.modules:
+        pytest.skip("other families have no such parts")
+    model = pair.two
+    with pytest.raises(IndexError):
+        with model.trace(PROMPT, **GREEDY):
+            read = model.model.layers[1].mlp.down_proj.input.save()
+            read[100, 100]
+    with pytest.raises(Exception, match="shape"):
+        with model.trace(PROMPT, **GREEDY):
+            model.model.layers[1].mlp.gate_up_proj(torch.ones(3, 7)).save()
+    with model.trace(PROMPT, **GREEDY):
+        after = model.model.layers[1].mlp.down_proj.input.save()
+    assert after.shape[1] == model.tree.modules["model.layers.1.mlp.down_proj"].input[0].shape[1]
+
+
+@pytest.fixture(scope="module")
+def tapped(processes: None) -> Iterator[tuple[Any, Any]]:
+    """A Llama on one rank, eager; and on two, compiled, with taps that are split over them."""
+    taps = ["resid", "model.layers.*.self_attn.qkv_proj.output"]
+    taps += ["model.layers.*.mlp.gate_up_proj.output", "model.layers.*.mlp.down_proj.input"]
+    settings = {**SETTINGS, "num_gpu_blocks_override": 200}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        with VLLM(_prepare("llama"), dispatch=True, **settings) as one:
+            patch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+            settings.update(enforce_eager=False, tensor_parallel_size=2)
+            with (
+                torch._dynamo.config.patch(disable=False),
+                VLLM(_prepare("llama"), dispatch=True, taps=taps, **settings) as two,
+            ):
+                yield one, two
+
+
+def test_taps_of_which_each_rank_has_a_part(tapped: tuple[Any, Any]) -> None:
+    random = torch.Generator().manual_seed(0)
+    vector = torch.randn(512, generator=random)
+    seen, ways = [], []
+    for model in tapped:
+        layers = model.model.layers
+        with model.trace(PROMPT, **GREEDY) as reading:
+            looked = [].save()
+            for _ in reading.all():
+                looked.append(layers[1].self_attn.qkv_proj.output[0])
+                looked.append(layers[2].mlp.gate_up_proj.output[0])
+                looked.append(layers[2].mlp.down_proj.input)
+                looked.append(layers[3].output[0])
+        with model.trace(PROMPT, **GREEDY) as writing:
+            logits = [].save()
+            for _ in writing.all():
+                layers[1].mlp.gate_up_proj.output[0][:] += vector
+                layers[2].self_attn.qkv_proj.output[0][:, 32:96] = 0
+                layers[2].self_attn.qkv_proj.output[0][:, 160:224] *= 2.0
+                logits.append(model.logits)
+        with model.trace(PROMPT, **GREEDY) as free:
+            rest = [].save()
+            for _ in free.all():
+                rows = layers[1].mlp.gate_up_proj.output[0]
+                rows[:, 200:300] = rows[:, 200:300].abs() + rows.mean()
+                rest.append(layers[4].mlp.down_proj.input)
+        outputs = [tracer.result for tracer in (reading, writing, free)]
+        seen.append((looked, logits, rest, [o.outputs[0].token_ids for o in outputs]))
+        ways.append([o.ways for o in outputs])
+    assert ways[1] == [{"deferred": 4}, {"tables": 4}, {"interleaved": 4}]
+    assert ways[0] == [{"eager": 4}] * 3
+    same(seen[0][:3], seen[1][:3])
+    assert seen[0][3] == seen[1][3]
+
+
+def test_a_long_prompt_at_taps_of_which_each_rank_has_a_part(tapped: tuple[Any, Any]) -> None:
+    """More rows than the taps have slots, and several pieces of a prompt."""
+    seen = []
+    for model in tapped:
+        with model.trace([5 + i % 300 for i in range(200)], **GREEDY) as tracer:
+            one = model.model.layers[1].self_attn.qkv_proj.output[0].save()
+            two = model.model.layers[2].mlp.down_proj.input.save()
+            out = tracer.result.save()
+        assert one.shape == (200, 256) and two.shape == (200, 256)
+        seen.append((one, two, out.outputs[0].token_ids))
+    same(seen[0][:2], seen[1][:2])
+    assert seen[0][2] == seen[1][2]
