@@ -45,7 +45,7 @@ def test_large_saves_arrive_on_an_event_loop(server_url, gpt2_path):
         tracers = []
         for number in range(3):
             with model.trace(PROMPT, **ONE) as tracer:
-                large = (torch.arange(2 * MIB) + number).save()  # noqa: F841
+                large = (torch.arange(2 * MIB) + number).save()
             tracers.append(tracer)
         await asyncio.gather(*[tracer.backend for tracer in tracers])
         await model.aclose()
