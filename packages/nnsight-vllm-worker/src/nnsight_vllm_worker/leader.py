@@ -30,6 +30,8 @@ from nnsight_vllm_worker.taps import Tap, Taps
 from nnsight_vllm_worker.traced import Arrival, Part
 from nnsight_vllm_worker.vllm_ports.parallel import Layers, Ranks
 
+ONWARD = Go()
+
 
 class Leader:
     """What the first rank tells the others, and when they listen.
@@ -74,7 +76,7 @@ class Leader:
         finally:
             self._listening = before
 
-    def go(self, go: Go = Go()) -> None:  # noqa: B008
+    def go(self, go: Go = ONWARD) -> None:
         """Let the others go on."""
         self.ranks.send(go)
 
@@ -178,6 +180,7 @@ class LeaderSteps(Steps):
     """The steps of the first rank. See `Steps`."""
 
     leader: Leader
+    interleaver: LeaderInterleaver
     _told: tuple[Any, Any] = (None, None)
 
     @property
@@ -199,7 +202,7 @@ class LeaderSteps(Steps):
         with leader.listening():
             super().begin(batch)
             plan = self._plan(batch)
-            waiting = self.interleaver.awaited() if self.way >= Way.INTERLEAVED else ()  # type: ignore[attr-defined]
+            waiting = self.interleaver.awaited() if self.way >= Way.INTERLEAVED else ()
             leader.blocked.placed = plan.placed
             leader.blocked.quiet = plan.quiet
             leader.go(Go(waiting, None, plan))
