@@ -25,14 +25,14 @@ def model(server_url, gpt2_path):
 def sent(monkeypatch):
     """How many bytes each trace has sent."""
     sizes: list[int] = []
-    plain = httpx.HTTPTransport.handle_request
+    plain = httpx.Client.send
 
-    def counted(self, request):
+    def counted(self, request, **how):
         if request.headers.get("content-type") == MEDIA_TYPE:
             sizes.append(int(request.headers["content-length"]))
-        return plain(self, request)
+        return plain(self, request, **how)
 
-    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", counted)
+    monkeypatch.setattr(httpx.Client, "send", counted)
     return sizes
 
 
@@ -88,8 +88,7 @@ def test_traces_share_a_connection_and_freed_handles_are_not_forgotten(model, se
     for _ in range(3):
         with model.trace(PROMPT, **ONE):
             hidden = model.transformer.h[3].output.keep()
-    pool = backend._http._transport_for_url(httpx.URL(server_url))._pool
-    assert len(pool.connections) == 1 and pool.connections[0].is_idle()
+    assert len(backend._http._transport_for_url(httpx.URL(server_url)).idle) == 1
     del hidden
     backend.kept.disown(["one"])
     backend.url, url = "http://127.0.0.1:9", backend.url

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import getproxies
 
 import httpx
 
 from nnsight_client.addresses import check_address
+from nnsight_client.direct import DirectTransport
 from nnsight_core.errors import ProtocolError
 
 CONNECT = 10.0
@@ -35,7 +37,9 @@ def connect(url: str, api_key: str | None, verify: Trust = True) -> httpx.Client
     Raises:
         ValueError: `url` is no address, or there is no such file.
     """
-    return httpx.Client(**_settings(url, api_key, verify), event_hooks={"request": [_watch]})
+    mounts = {url: DirectTransport(keep_alive)} if near(url) and _straight(url) else None
+    hooks = {"request": [_watch]}
+    return httpx.Client(**_settings(url, api_key, verify), event_hooks=hooks, mounts=mounts)
 
 
 def connect_async(url: str, api_key: str | None, verify: Trust = True) -> httpx.AsyncClient:
@@ -73,6 +77,11 @@ def thinking() -> httpx.Timeout:
 def near(url: str) -> bool:
     """Whether a server is on this machine, where packing takes longer than sending."""
     return httpx.URL(url).host in ("127.0.0.1", "::1", "localhost")
+
+
+def _straight(url: str) -> bool:
+    """Whether nothing is on the way to a server: neither TLS nor, as httpx finds it, a proxy."""
+    return httpx.URL(url).scheme == "http" and not getproxies()
 
 
 def _settings(url: str, api_key: str | None, verify: Trust) -> dict[str, Any]:

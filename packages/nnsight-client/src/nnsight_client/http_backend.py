@@ -11,6 +11,7 @@ import httpx
 from nnsight_client.addresses import check_address
 from nnsight_client.asked import Asked
 from nnsight_client.connection import Trust, connect, near, speaking, thinking
+from nnsight_client.direct import frames_in
 from nnsight_client.encoding import TraceEncoder
 from nnsight_client.patience import RETRIES, sending
 from nnsight_client.refusals import error_of, missing_in, no_server, other_version, refusal_in
@@ -245,9 +246,7 @@ class HttpBackend:
                             continue
                     check(response, self.url)
                     self.held |= blobs
-                    for chunk in response.iter_raw():
-                        yield from reader.feed(chunk)
-                    reader.end()
+                    yield from frames_in(response, reader)
                     return
 
 

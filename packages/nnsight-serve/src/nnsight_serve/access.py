@@ -16,7 +16,8 @@ _described = HTTPBearer(
 )
 
 
-def check_key(
+# FastAPI runs what is not async in a thread of its own, which takes longer than all this does.
+async def check_key(
     request: Request,
     _: Annotated[HTTPAuthorizationCredentials | None, Security(_described)],
 ) -> None:

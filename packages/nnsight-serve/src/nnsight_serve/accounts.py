@@ -112,7 +112,7 @@ class Account:
         header = frame.header
         kind, error = header["kind"], header.get("error")
         if kind in ("ended", "saved"):
-            saved = sum(memoryview(buffer).nbytes for buffer in frame.buffers)
+            saved = sum(frame.sizes)
             self.saved += saved
             self._metrics.block(saved, header.get("seconds", 0.0), header.get("ways") or {})
         elif kind == "finished" and header.get("output"):

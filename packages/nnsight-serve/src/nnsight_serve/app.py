@@ -47,6 +47,7 @@ def create_app(settings: Settings) -> FastAPI:
                 keep_seconds=settings.keep_seconds,
                 policy=POLICIES[settings.policy][1],
                 max_saves=settings.max_saves,
+                whole=False,
             )
         except Exception as error:
             app.state.failure = error

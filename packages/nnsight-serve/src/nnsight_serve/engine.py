@@ -14,7 +14,7 @@ from nnsight_vllm_worker.async_engine import AsyncEngine
 _T = TypeVar("_T")
 
 
-def engine_of(request: Request) -> AsyncEngine:
+async def engine_of(request: Request) -> AsyncEngine:
     """The app's engine.
 
     Raises:

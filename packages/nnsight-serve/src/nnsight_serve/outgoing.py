@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nnsight_core.wire.frames import MEDIA_TYPE, Buffer, Frame
+from nnsight_core.wire.frames import MEDIA_TYPE, Buffer, Frame, Padding
 from nnsight_core.wire.messages import AliveMessage, DoneMessage, FinishedMessage
 from nnsight_core.wire.went import WentSender
 from nnsight_serve.handles import Handles
@@ -17,8 +18,10 @@ from nnsight_serve.incoming import Trace
 from nnsight_serve.refusals import record_of
 from nnsight_vllm_worker.async_engine import AsyncEngine
 
-PIECE = 1 << 20
+PIECE = 1 << 19
 """Bytes that are given to a socket at a time."""
+_MUCH = 1 << 20
+"""Bytes that take long to pack."""
 SILENCE = 10.0
 """Seconds of silence after which a client is told that the server is there."""
 
@@ -125,17 +128,36 @@ class FrameResponse(Response):
         )
         async with aclosing(self._frames) as frames:
             async for frame in frames:
-                if self._compress and sum(memoryview(b).nbytes for b in frame.buffers) > PIECE:
-                    # To pack much would make every other request wait.
-                    parts = await asyncio.to_thread(frame.parts, True)
-                else:
-                    parts = frame.parts(self._compress)
-                for piece in _pieces(parts):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if frame.coming is not None and not self._compress:
+                    await _pass_on(frame, frame.coming, send)
+                    continue
+                for piece in _pieces(await self._parts(frame)):
+                    await _go(send, piece)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _parts(self, frame: Frame) -> list[Buffer]:
+        if frame.coming is not None:
+            frame = replace(frame, buffers=[piece async for piece in frame.coming], coming=None)
+        if self._compress and sum(frame.sizes) > _MUCH:
+            # To pack much would make every other request wait.
+            return await asyncio.to_thread(frame.parts, True)
+        return frame.parts(self._compress)
 
-def _pieces(parts: list[Buffer]) -> Iterator[bytes]:
+
+async def _pass_on(frame: Frame, coming: AsyncIterable[Buffer], send: Send) -> None:
+    """Send a frame as its pieces come."""
+    await _go(send, frame.head())
+    padding = Padding(frame.sizes)
+    async for piece in coming:
+        for part in _pieces(padding.after(piece)):
+            await _go(send, part)
+
+
+async def _go(send: Send, body: Buffer) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _pieces(parts: list[Buffer]) -> Iterator[Buffer]:
     """The parts of a frame as bodies of a size that sockets like."""
     small = bytearray()
     for part in parts:
@@ -147,7 +169,7 @@ def _pieces(parts: list[Buffer]) -> Iterator[bytes]:
             yield bytes(small)
             small.clear()
         for start in range(0, len(view), PIECE):
-            yield bytes(view[start : start + PIECE])
+            yield view[start : start + PIECE]
     if small:
         yield bytes(small)
 

@@ -42,6 +42,8 @@ class AsyncEngine:
         keep_seconds: how long they stay.
         max_saves: how many bytes the saves of one request may have; None for any.
         policy: what blocks may do, as the import path of a `nnsight_core.policy.Policy`.
+        whole: whether frames come whole, for whoever reads them; who only passes them on may begin
+            before the end of a large one has come.
 
     Attributes:
         llm: vLLM's own object.
@@ -73,10 +75,11 @@ class AsyncEngine:
         keep_seconds: float = SECONDS,
         max_saves: int | None = None,
         policy: str = TRUSTED_PATH,
+        whole: bool = True,
     ) -> None:
         chosen = apply(arguments)
         self.loop = asyncio.get_running_loop()
-        self._receiver = Receiver()
+        self._receiver = Receiver(whole)
         limits = (block_timeout, keep_bytes, keep_seconds, max_saves)
         self._attaching = (self._receiver.address, pickle, *limits, policy)
         self._keep_seconds = keep_seconds
@@ -120,6 +123,7 @@ class AsyncEngine:
             async_startup.shut_down(self.llm)
             raise
         self.tree = ModelTree.model_validate_json(trees[0])
+        async_startup.when_dead(self.llm, self._receiver.break_off)
         self.loop.add_reader(self._receiver.fileno, self._read)
         # The descriptor tells of changes only, so what came before it was watched is read now.
         self._read()
@@ -249,6 +253,8 @@ class AsyncEngine:
 
     def _read(self) -> None:
         """Hand every frame that has come to its request."""
+        if self._closed:
+            return
         frame = self._receiver.take()
         while frame is not None:
             self.edits.note(frame)
@@ -258,6 +264,8 @@ class AsyncEngine:
             elif frame.header["kind"] == "ended":
                 self.kept.disown(handles_of(frame))
             frame = self._receiver.take()
+        if self._receiver.more:
+            self.loop.call_soon(self._read)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker.

@@ -133,7 +133,7 @@ class _Waiting:
 
     def _count(self, what: Frame | Output | None, sign: int) -> None:
         if isinstance(what, Frame):
-            self._bytes += sign * sum(memoryview(b).nbytes for b in what.buffers)
+            self._bytes += sign * sum(what.sizes)
         else:
             self._outputs += sign
 

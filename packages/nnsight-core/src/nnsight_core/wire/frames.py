@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import orjson
+import torch
 
 from nnsight_core.errors import ProtocolError
 
@@ -34,38 +36,80 @@ _PREFIX = struct.Struct("<4sBBHIQ")
 _ZSTD = 1
 _WORTH_COMPRESSING = 1 << 16
 _MAX_HEADER = 1 << 28
+_NONE = memoryview(b"")
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(slots=True)
 class Frame:
-    """A message: its header, and the buffers that the header speaks of by index."""
+    """A message: its header, and the buffers that the header speaks of by index.
+
+    Attributes:
+        lengths: how many bytes each buffer has, where they are to be passed on and not to be read:
+            then they are in pieces, of which one holds nothing of two buffers.
+        coming: gives those pieces, where they are still on their way and not yet in `buffers`.
+    """
 
     header: dict[str, Any]
     buffers: list[Buffer] = field(default_factory=list)
+    lengths: list[int] | None = None
+    coming: AsyncIterable[Buffer] | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many bytes each buffer has."""
+        if self.lengths is not None:
+            return self.lengths
+        return [memoryview(buffer).nbytes for buffer in self.buffers]
 
     def parts(self, compress: bool = False) -> list[Buffer]:
         """The frame as pieces that follow one another; buffers are not copied."""
-        lengths = [memoryview(b).nbytes for b in self.buffers]
-        header = _json({**self.header, "buffers": lengths})
-        body: list[Buffer] = []
-        for buffer, length in zip(self.buffers, lengths, strict=True):
-            body.append(buffer)
-            if length % 8:
-                body.append(bytes(8 - length % 8))
-        size = sum(memoryview(b).nbytes for b in body)
-        flags = 0
+        lengths = self.sizes
+        padding = Padding(lengths)
+        body = [part for buffer in self.buffers for part in padding.after(buffer)]
+        size = _padded(lengths)
         if compress and size >= _WORTH_COMPRESSING:
             packed = _compressor().compress(b"".join(body))
             if len(packed) < 0.9 * size:
-                body, size, flags = [packed], len(packed), _ZSTD
-        prefix = _PREFIX.pack(_MAGIC, VERSION, flags, 0, len(header), size)
-        return [prefix + header, *body]
+                return [self._head(lengths, len(packed), _ZSTD), packed]
+        return [self._head(lengths, size), *body]
+
+    def head(self) -> bytes:
+        """What comes before its buffers, where these are not packed."""
+        return self._head(self.sizes, _padded(self.sizes))
 
     def to_bytes(self, compress: bool = False) -> bytes:
         """The frame as one piece."""
         return b"".join(self.parts(compress))
+
+    def _head(self, lengths: list[int], size: int, flags: int = 0) -> bytes:
+        header = _json({**self.header, "buffers": lengths})
+        return _PREFIX.pack(_MAGIC, VERSION, flags, 0, len(header), size) + header
+
+
+class Padding:
+    """What stands between the buffers of a frame.
+
+    Args:
+        lengths: how many bytes each buffer has.
+
+    Example:
+        >>> padding = Padding([5, 8])
+        >>> [padding.after(piece) for piece in (b"abc", b"de", b"abcdefgh")]
+        [[b'abc'], [b'de', b'\\x00\\x00\\x00'], [b'abcdefgh']]
+    """
+
+    def __init__(self, lengths: list[int]) -> None:
+        ends = zip(accumulate(lengths), lengths, strict=True)
+        self._missing = {end: bytes(-length % 8) for end, length in ends if length % 8}
+        self._at = 0
+
+    def after(self, piece: Buffer) -> list[Buffer]:
+        """The next piece of the buffers, and what follows it if a buffer ends with it."""
+        self._at += memoryview(piece).nbytes
+        missing = self._missing.pop(self._at, None)
+        return [piece] if missing is None else [piece, missing]
 
 
 class FrameTooLarge(ProtocolError):
@@ -92,7 +136,7 @@ class FrameReader:
         self._flags = 0
         self._header: bytes | None = None
         # A body goes where it stays, so that a large one is copied once.
-        self._body = bytearray()
+        self._body = _NONE
         self._filled = 0
 
     def feed(self, chunk: Buffer) -> Iterator[Frame]:
@@ -108,14 +152,32 @@ class FrameReader:
                 rest = self._begin(rest)
             if self._header is None:
                 return
-            taken = min(len(self._body) - self._filled, len(rest))
-            self._body[self._filled : self._filled + taken] = rest[:taken]
-            self._filled += taken
+            taken = min(len(self.room), len(rest))
+            self.room[:taken] = rest[:taken]
             rest = rest[taken:]
-            if self._filled < len(self._body):
+            frame = self.filled(taken)
+            if frame is None:
                 return
-            header, body, self._header, self._body = self._header, self._body, None, bytearray()
-            yield _frame(header, body, bool(self._flags & _ZSTD), self._limit)
+            yield frame
+
+    @property
+    def room(self) -> memoryview:
+        """Where the rest goes of the body that is coming; empty where none is."""
+        return self._body[self._filled :]
+
+    def filled(self, count: int) -> Frame | None:
+        """So many bytes were put into `room`; gives the frame if it is complete with them.
+
+        Raises:
+            ProtocolError: the bytes are no frame.
+            FrameTooLarge: it is beyond the limit.
+        """
+        self._filled += count
+        if self._header is None or self._filled < len(self._body):
+            return None
+        header, body = self._header, self._body
+        self._header, self._body, self._filled = None, _NONE, 0
+        return _frame(header, body, bool(self._flags & _ZSTD), self._limit)
 
     @property
     def packed(self) -> bool:
@@ -159,7 +221,7 @@ class FrameReader:
         rest = self._take(rest, start)
         if len(pending) == start:
             self._header, self._flags = bytes(pending[_PREFIX.size :]), flags
-            self._body, self._filled = _room(body_size), 0
+            self._body, self._filled = memory(body_size), 0
             pending.clear()
         return rest
 
@@ -169,15 +231,18 @@ class FrameReader:
         return rest[count:]
 
 
-def _room(size: int) -> bytearray:
-    """Memory for a body, which takes room as it fills.
+def memory(size: int) -> memoryview:
+    """Memory for bytes that are coming, which takes room as it fills.
+
+    It is PyTorch's, as that of other tensors: ordinary pages, or huge ones where PyTorch is told so
+    (`THP_MEM_ALLOC_ENABLE=1`).
 
     Raises:
         FrameTooLarge: there is none.
     """
     try:
-        return bytearray(size)
-    except (MemoryError, OverflowError):
+        return torch.empty(size, dtype=torch.uint8, device="cpu").numpy().data
+    except (MemoryError, OverflowError, RuntimeError, TypeError):
         raise FrameTooLarge(f"A body of {size} bytes does not fit here.") from None
 
 
@@ -208,7 +273,7 @@ def _frame(header: bytes, body: Buffer, packed: bool, limit: int | None) -> Fram
     lengths = fields.pop("buffers", None) if isinstance(fields, dict) else None
     if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
         raise ProtocolError("The header of a frame does not list its buffers.")
-    expected = sum(n + -n % 8 for n in lengths)
+    expected = _padded(lengths)
     if packed:
         if limit is not None and expected > limit:
             raise FrameTooLarge(f"A frame of {expected} bytes is beyond the limit of {limit}.")
@@ -224,6 +289,10 @@ def _frame(header: bytes, body: Buffer, packed: bool, limit: int | None) -> Fram
         buffers.append(view[start : start + length])
         start += length + -length % 8
     return Frame(fields, buffers)
+
+
+def _padded(lengths: list[int]) -> int:
+    return sum(length + -length % 8 for length in lengths)
 
 
 def _json(header: dict[str, Any]) -> bytes:

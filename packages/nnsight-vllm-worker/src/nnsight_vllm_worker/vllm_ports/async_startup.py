@@ -135,6 +135,11 @@ def is_alive(llm: Any) -> bool:
     return not llm.errored
 
 
+def when_dead(llm: Any, call: Callable[[], Any]) -> None:
+    """Have something called when the engine ends."""
+    llm.output_handler.add_done_callback(lambda _: call())
+
+
 def shut_down(llm: Any) -> None:
     """End the engine and its processes."""
     llm.shutdown()
