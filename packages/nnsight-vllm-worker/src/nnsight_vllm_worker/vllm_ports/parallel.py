@@ -243,7 +243,10 @@ class Layers:
         Raises:
             EngineError: it is no plain value, or a number that may count a rank's part.
         """
-        if self.local(path) or isinstance(value, bool | float | str | type(None) | torch.dtype):
+        from transformers import PretrainedConfig
+
+        plain = bool | float | str | type(None) | torch.dtype | PretrainedConfig
+        if self.local(path) or isinstance(value, plain):
             return
         if isinstance(value, int) and name in _OF_ALL:
             return
