@@ -112,6 +112,8 @@ def test_a_server_that_is_killed_is_an_error_at_once(
     with serving(tmp_path, gpt2_path) as server:
         asking = [Asking(server.url, gpt2_path) for _ in range(3)]
         kill(server.process.pid, asking, seed)
+        # Its connections end before it does.
+        server.process.wait(60)
 
 
 @pytest.mark.parametrize("seed", SERVERS)

@@ -90,45 +90,56 @@ class Shards:
     def see(self, location: Location, value: Any) -> None:
         """A location is reached."""
         found = [tensor for _, tensor in tensors(value)]
-        entry, laid = self._entries.get(location.path, ([], []))
+        self._enter_or_leave(location)
+        _, laid = self._entries.get(location.path, ([], []))
         told = self._layers.told(location.path, location.side, found, laid)
         if location.side == "output" and self._layers.unfilled(location.path):
             # Else what follows would hold nothing that could be compared.
             for tensor in found:
                 tensor.copy_(torch.randn(tensor.shape, generator=self._random))
-        owner, source, _ = location.path.partition(".source.")
-        if not source and location.side == "input":
-            self._running.append(owner)
-        elif not source and owner in self._running:
-            del self._running[self._running.index(owner) :]
-        inside = bool(source) and self._layers.splits(owner)
-        layouts: list[Layout] = []
         claims: list[Claim] = []
         for index, tensor in enumerate(found):
-            blank = made = False
-            if index in told:
-                layout = told[index]
-                self._same_inside(tensor, layout)
-            else:
-                layout, sure = self._followed(tensor)
-                if not sure and inside:
-                    layout = Unknown("it is computed inside a layer of which each has a part")
-                    self._inside.append((str(location), index, tensor))
-                elif not sure and location.side == "output" and entry:
-                    layout = _made(tensor, found[:index], entry, laid)
-                    made, blank = True, location.path in self._blank
-                elif not sure:
-                    blank = self._shared
-            if not fits(layout, tuple(tensor.shape)):
-                layout = Unknown("a rank's part of it cuts a head")
-            layouts.append(layout)
-            self._remember(tensor, layout)
-            claims.append(Claim(layout, some(tensor), blank, made))
-            if blank and location.side == "input":
-                self._blank.add(location.path)
+            claim = self._claim(location, index, found, told)
+            if not fits(claim.layout, tuple(tensor.shape)):
+                claim = claim._replace(layout=Unknown("a rank's part of it cuts a head"))
+            self._remember(tensor, claim.layout)
+            claims.append(claim)
         if location.side == "input":
-            self._entries[location.path] = (found, layouts)
+            self._entries[location.path] = found, [claim.layout for claim in claims]
+            if any(claim.blank for claim in claims):
+                self._blank.add(location.path)
         self._claims.setdefault(str(location), claims)
+
+    def _enter_or_leave(self, location: Location) -> None:
+        if ".source." in location.path:
+            return
+        if location.side == "input":
+            self._running.append(location.path)
+        elif location.path in self._running:
+            del self._running[self._running.index(location.path) :]
+
+    def _claim(
+        self, location: Location, index: int, found: list[Tensor], told: dict[int, Layout]
+    ) -> Claim:
+        """What is believed of the `index`-th of the tensors that were found."""
+        tensor = found[index]
+        entries = some(tensor)
+        if index in told:
+            self._same_inside(tensor, told[index])
+            return Claim(told[index], entries)
+        layout, sure = self._followed(tensor)
+        if sure:
+            return Claim(layout, entries)
+        owner, source, _ = location.path.partition(".source.")
+        if source and self._layers.splits(owner):
+            self._inside.append((str(location), index, tensor))
+            why = "it is computed inside a layer of which each has a part"
+            return Claim(Unknown(why), entries)
+        entry, laid = self._entries.get(location.path, ([], []))
+        if location.side == "output" and entry:
+            layout = _made(tensor, found[:index], entry, laid)
+            return Claim(layout, entries, location.path in self._blank, made=True)
+        return Claim(None, entries, blank=self._shared)
 
     def whole(self, tensor: Tensor) -> None:
         """A collective has made a tensor whole."""
