@@ -14,8 +14,8 @@ IMAGE ?= serve-cpu
 SERVED_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers edits errors features \
   keep lora refusals steps tables trace ways)) tests/processes/test_async.py
 # And on two ranks (tests/fixtures/ranks.py).
-RANKS_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers edits errors features keep \
-  steps trace)) tests/processes/test_async.py
+RANKS_TESTS := $(addprefix tests/worker/test_,$(addsuffix .py,cache containers edits errors steps trace)) \
+  tests/processes/test_async.py
 
 PACKAGES := $(addprefix packages/nnsight-,core vllm-worker serve client)
 CLIENT_PACKAGES := $(addprefix packages/nnsight-,core client)

@@ -1,11 +1,12 @@
 """Two ranks against one: the same blocks on the same model see, write and draw the same.
 
 What the rest of the tests do on two ranks is `NNSIGHT_TEST_RANKS=2`; here is what only the
-comparison shows, on every location of every family.
+comparison shows, on every location of some families; `NNSIGHT_TEST_FAMILIES=every` adds others.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ from tests.fixtures.ranks import spread
 from tests.processes.test_engine import PROMPT, SETTINGS
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
-FAMILIES = ("gpt2_wide", "llama", "qwen3", "mixtral", "qwen2_moe")
+FAMILIES = ("gpt2_wide", "llama", "qwen2_moe")
+if os.environ.get("NNSIGHT_TEST_FAMILIES") == "every":
+    FAMILIES += ("qwen3", "mixtral")
 
 
 class Pair(NamedTuple):
