@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import pytest
@@ -179,15 +180,20 @@ def test_many_pieces_are_not_taken_at_once(worker) -> None:
     assert contents(frame) == [b"x" * 100]
 
 
-def test_what_breaks_off_is_told_to_who_waits_for_it(worker) -> None:
-    socket, _, receiver = worker
-    socket.connect(receiver.address)
-    socket.send_multipart([b"{}", b"[5]"])
-    socket.send(b"xy")
+def begun(socket: Any, receiver: Any, lengths: bytes, first: bytes) -> Pieces:
+    """What is still to come of a message whose first piece has."""
+    socket.send_multipart([b"{}", lengths])
+    socket.send(first)
     frame = receiver.take(PATIENCE)
     assert frame is not None and receiver.take(0.05) is None
     assert isinstance(frame.coming, Pieces)
-    coming = frame.coming
+    return frame.coming
+
+
+def test_what_breaks_off_is_told_to_who_waits_for_it(worker) -> None:
+    socket, _, receiver = worker
+    socket.connect(receiver.address)
+    coming = begun(socket, receiver, b"[5]", b"xy")
 
     async def read() -> None:
         reading = asyncio.ensure_future(all_of(coming))
@@ -203,12 +209,7 @@ def test_what_breaks_off_is_told_to_who_waits_for_it(worker) -> None:
 def test_pieces_that_nobody_waits_for_any_more_are_dropped(worker) -> None:
     socket, _, receiver = worker
     socket.connect(receiver.address)
-    socket.send_multipart([b"{}", b"[4]"])
-    socket.send(b"ab")
-    frame = receiver.take(PATIENCE)
-    assert frame is not None and receiver.take(0.05) is None
-    assert isinstance(frame.coming, Pieces)
-    coming = frame.coming
+    coming = begun(socket, receiver, b"[4]", b"ab")
 
     async def leave() -> None:
         pieces = aiter(coming)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -25,6 +26,11 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
         parts = {k: map_tensors(v, change) for k, v in value.items()}
         return parts if kind is dict else kind(**parts)
     return value
+
+
+def of_model(tensor: Tensor) -> bool:
+    """Whether a tensor lies in the model's own parameters, which a write must not change."""
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
 
 
 def plain(tensor: Tensor) -> Tensor:

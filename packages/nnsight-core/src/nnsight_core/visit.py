@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from nnsight_core.errors import WriteError
 from nnsight_core.locations import Location
 from nnsight_core.run import Run
-from nnsight_core.values import dtype_name, flat, map_tensors, plain
+from nnsight_core.values import dtype_name, flat, map_tensors, of_model, plain
 
 
 class Rows(Protocol):
@@ -133,11 +132,7 @@ class Visit:
     def of_model(self, changed: dict[int, Tensor]) -> bool:
         """Whether a tensor that was written lies in the model's own parameters."""
         rows = [self.copies[index].rows for index in changed]
-        return any(
-            isinstance(r, Parameter) or isinstance(r._base, Parameter)
-            for r in rows
-            if r is not None
-        )
+        return any(of_model(r) for r in rows if r is not None)
 
     def put_back(self, changed: dict[int, Tensor]) -> None:
         """Copy what was written over the rows it came from."""

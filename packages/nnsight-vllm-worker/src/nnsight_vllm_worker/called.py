@@ -10,7 +10,7 @@ from torch import Tensor
 from nnsight_core.node import Node, Places, bare
 from nnsight_core.values import map_tensors
 from nnsight_vllm_worker.joint import Values
-from nnsight_vllm_worker.layouts import Layout, Split, Sum, join, part
+from nnsight_vllm_worker.layouts import Layout, Split, Sum
 from nnsight_vllm_worker.vllm_ports.parallel import Layers
 
 
@@ -84,11 +84,7 @@ class Called:
             return ranks.broadcast(given, like)
         last = len(hole.shape) - 1
         shape = (*hole.shape[:-1], hole.shape[-1] * layout.width // layout.whole(ranks.size))
-        own = like.new_empty(shape)
-        if given is None:
-            return ranks.scatter(None, own)
-        parts = [part(layout, given, rank, ranks.size, last) for rank in range(ranks.size)]
-        return ranks.scatter(parts, own)
+        return ranks.deal(layout, given, like.new_empty(shape), last)
 
     def _result(self, path: str, made: Any) -> Any:
         layouts = iter(self._layouts(path, "output"))
@@ -97,8 +93,8 @@ class Called:
             layout = next(layouts, None)
             if not isinstance(layout, Split | Sum):
                 return tensor
-            shards = self._values.ranks.gather(tensor)
-            return join(layout, shards, tensor.dim() - 1) if shards else tensor
+            joined = self._values.ranks.join(layout, tensor, tensor.dim() - 1)
+            return tensor if joined is None else joined
 
         return map_tensors(made, whole)
 

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nnsight_vllm_worker import layouts
+from nnsight_vllm_worker.layouts import Shared, Split
+
 
 class Group:
     """The ranks over which the layers of an engine are split, as one of them sees them.
@@ -57,6 +60,23 @@ class Group:
         given = None if parts is None else [_bytes(part) for part in parts]
         dist.scatter(own, given, src=self._first, group=self._tensors)
         return _as(own, like)
+
+    def join(self, layout: Shared, tensor: Tensor, axis: int = 1) -> Tensor | None:
+        """On the first rank: the whole tensor of which each has a part. Elsewhere None."""
+        shards = self.gather(tensor)
+        return layouts.join(layout, shards, axis) if shards else None
+
+    def deal(self, layout: Split, whole: Tensor | None, like: Tensor, axis: int = 1) -> Tensor:
+        """This rank's part of a whole tensor that the first rank has.
+
+        Args:
+            whole: on the first rank, the tensor; None elsewhere.
+            like: a tensor of the shape and dtype of a part.
+        """
+        if whole is None:
+            return self.scatter(None, like)
+        parts = [layouts.part(layout, whole, rank, self.size, axis) for rank in range(self.size)]
+        return self.scatter(parts, like)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """The tensor that the first rank has.

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from nnsight_core.errors import LocationError
 from nnsight_core.locations import Location
 from nnsight_core.tree import TOKENS
-from nnsight_core.values import flat, map_tensors
-from nnsight_vllm_worker.layouts import Split, Sum, join, part
+from nnsight_core.values import flat, map_tensors, of_model
+from nnsight_vllm_worker.layouts import Split, Sum, part
 from nnsight_vllm_worker.requests import EDITS, EXTRA
 from nnsight_vllm_worker.rows import Change, RowMap
 from nnsight_vllm_worker.traced import Arrival
@@ -123,9 +122,7 @@ class Blocked:
         self._requests.difference_update(gone)
         came = False
         for arrival in new:
-            params: Any = arrival.params
-            extra = (params and params.extra_args) or {}
-            carries = EXTRA in extra or extra.get(EDITS)
+            carries = EXTRA in arrival.extra or arrival.extra.get(EDITS)
             if carries and arrival.request not in self._requests:
                 self._requests.add(arrival.request)
                 came = True
@@ -168,15 +165,12 @@ class Values:
                 spans = [(0, tensor.shape[0])] if every else self.spans
                 if spans:
                     found[index] = self._whole(layout, tensor, spans)
-        made = iter(found)
-        return map_tensors(value, lambda _: next(made))
+        return _rebuilt(value, found)
 
     def _whole(self, layout: Split | Sum, tensor: Tensor, spans: Spans) -> Tensor:
-        rows = rows_of(tensor, spans)
-        shards = self.ranks.gather(rows)
-        if not shards:
+        joined = self.ranks.join(layout, rows_of(tensor, spans))
+        if joined is None:
             return tensor
-        joined = join(layout, shards)
         whole = joined.new_empty((tensor.shape[0], *joined.shape[1:]))
         first = 0
         for start, stop in spans:
@@ -202,13 +196,10 @@ class Values:
                 copied.add(index)
             own = held[index].narrow(change.axis, change.start, change.stop - change.start)
             if isinstance(layout, Split):
-                size = self.ranks.size
-                parts = [part(layout, rows, rank, size) for rank in range(size)]
-                own.copy_(self.ranks.scatter(parts, own))
+                own.copy_(self.ranks.deal(layout, rows, own))
             else:
                 own.copy_(part(layout, rows, 0, self.ranks.size))
-        made = iter(held)
-        return map_tensors(value, lambda _: next(made))
+        return _rebuilt(value, held)
 
     def take(self, location: Location, value: Any, writes: Writes) -> Any:
         """On the other ranks: take what was written; gives the value to go on with."""
@@ -225,11 +216,10 @@ class Values:
             if isinstance(layout, Sum):
                 own.zero_()
             elif isinstance(layout, Split):
-                own.copy_(self.ranks.scatter(None, own))
+                own.copy_(self.ranks.deal(layout, None, own))
             else:
                 own.copy_(self.ranks.broadcast(None, own))
-        made = iter(held)
-        return map_tensors(value, lambda _: next(made))
+        return _rebuilt(value, held)
 
     def written(self, value: Any, whole: Any, seen: Any) -> Writes | None:
         """What runs have written since the location was reached.
@@ -246,9 +236,7 @@ class Values:
         shown, left, held = flat(whole), flat(seen), flat(value)
         return Writes(
             changes,
-            any(
-                left[c.tensor] is not shown[c.tensor] or _of_model(held[c.tensor]) for c in changes
-            ),
+            any(left[c.tensor] is not shown[c.tensor] or of_model(held[c.tensor]) for c in changes),
         )
 
 
@@ -260,6 +248,7 @@ def rows_of(tensor: Tensor, spans: Spans) -> Tensor:
     return torch.cat([tensor[start:stop] for start, stop in spans])
 
 
-def _of_model(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the model's own parameters, which a write must not change."""
-    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+def _rebuilt(value: Any, parts: list[Tensor]) -> Any:
+    """A value built like this one, of these tensors."""
+    made = iter(parts)
+    return map_tensors(value, lambda _: next(made))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ def part(layout: Shared, whole: Tensor, rank: int, ranks: int, axis: int = 1) ->
     return torch.cat(parts, axis)
 
 
-def whole_shape(layout: Layout, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+def whole_shape(layout: Layout, shape: tuple[Any, ...], ranks: int) -> tuple[Any, ...]:
     """The shape of the whole tensor whose part on a rank has this one."""
     if not isinstance(layout, Split):
         return shape

@@ -22,7 +22,6 @@ from nnsight_core.watchdog import WATCHDOG
 from nnsight_vllm_worker.called import Called
 from nnsight_vllm_worker.copies import Copies
 from nnsight_vllm_worker.joint import Blocked, Go, Name, Plan, Taken, Tell, Values
-from nnsight_vllm_worker.layouts import join
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.step import Steps
 from nnsight_vllm_worker.tables import Tables
@@ -134,7 +133,7 @@ class Leader:
             return tensor
         with WATCHDOG.paused():
             self.ask("lend", f"{path}.{name}", path, name)
-            return join(layout, self.ranks.gather(tensor), axis)
+            return self.ranks.join(layout, tensor, axis)
 
 
 class LeaderInterleaver(Interleaver):

@@ -16,7 +16,7 @@ from nnsight_core.node import Places
 from nnsight_core.tree import REQUESTS, TOKENS, Dim, ModelTree, TensorInfo
 from nnsight_core.values import dtype_name, map_tensors, tensors
 from nnsight_core.watch import Watch, recording
-from nnsight_vllm_worker.layouts import Layout, Sum, Unknown
+from nnsight_vllm_worker.layouts import Layout, Sum, Unknown, whole_shape
 from nnsight_vllm_worker.rows import RowMap
 
 SIZES = ((11, 2), (17, 3))
@@ -96,9 +96,7 @@ def _whole(info: TensorInfo, layout: Layout, ranks: int) -> TensorInfo:
         return info.model_copy(update={"shape": ("?",) * len(info.shape)})
     if isinstance(layout, Sum):
         return info.model_copy(update={"shared": "sum"})
-    width = info.shape[1]
-    assert isinstance(width, int)
-    shape = (info.shape[0], width * layout.whole(ranks) // layout.width, *info.shape[2:])
+    shape = whole_shape(layout, info.shape, ranks)
     return info.model_copy(update={"shape": shape, "shared": "columns"})
 
 

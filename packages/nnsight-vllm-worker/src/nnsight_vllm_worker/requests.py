@@ -136,8 +136,7 @@ class Tracing:
 
     def come(self, arrival: Arrival) -> None:
         """A request has come; if blocks belong to it, their runs are made ready."""
-        params: Any = arrival.params
-        extra = (params and params.extra_args) or {}
+        extra = arrival.extra
         own, edits = extra.get(EXTRA), extra.get(EDITS) or ()
         if own is None and not edits:
             return

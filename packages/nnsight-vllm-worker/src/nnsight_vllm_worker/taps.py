@@ -254,8 +254,8 @@ class Taps:
     def _joined(self, layout: Layout, tensor: Tensor) -> Tensor:
         if self.ranks is None or not isinstance(layout, Split | Sum):
             return tensor
-        shards = self.ranks.gather(tensor)
-        return join(layout, shards) if shards else tensor
+        joined = self.ranks.join(layout, tensor)
+        return tensor if joined is None else joined
 
     def _lines_of(self, wanted: tuple[Location, ...]) -> dict[Kind, tuple[list[int], Tensor]]:
         known = self._lines.get(wanted)

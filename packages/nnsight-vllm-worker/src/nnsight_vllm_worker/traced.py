@@ -30,6 +30,12 @@ class Arrival(NamedTuple):
     cached: int
     """Tokens of the prompt that will not run, since a cache holds them."""
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The `extra_args` of its sampling parameters."""
+        params: Any = self.params
+        return (params and params.extra_args) or {}
+
 
 class Part(NamedTuple):
     """A request's part in a forward pass.

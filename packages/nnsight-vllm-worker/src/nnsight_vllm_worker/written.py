@@ -12,12 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from nnsight_core.interleaver import Observed
 from nnsight_core.locations import Location, Phase
 from nnsight_core.tree import TOKENS
-from nnsight_core.values import map_tensors
+from nnsight_core.values import map_tensors, of_model
 from nnsight_vllm_worker.rows import RowMap
 
 LIMIT = 512 * 2**20
@@ -108,7 +107,7 @@ class _Again:
                 return tensor
             axis = self._rows.axis(location, index, tensor)
             assert axis is not None
-            if location.side == "input" or isinstance(tensor._base or tensor, Parameter):
+            if location.side == "input" or of_model(tensor):
                 tensor = tensor.clone()
             first = self._rows.span(self._key).first
             for position, rows in due:
