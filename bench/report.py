@@ -12,7 +12,7 @@ import re
 from bench.results import FOLDER, Result
 from bench.turns import ROOT
 
-WORKLOADS = ("torch", "vllm_cpu", "sweep_cpu", "served", "vllm_gpu", "sweep_gpu")
+WORKLOADS = ("torch", "vllm_cpu", "sweep_cpu", "served", "vllm_gpu", "vllm_gpu2", "sweep_gpu")
 PAGE = ROOT / "docs/performance.md"
 
 

@@ -15,15 +15,20 @@ from bench.workloads.vllm_gpu import (
     BLOCKS,
     GRAPHS,
     NEW,
+    RANKS,
     SAMPLING,
     prompts,
     shape,
 )
+from bench.workloads.vllm_gpu2 import BLOCKS as RANKS_BLOCKS
+from bench.workloads.vllm_gpu2 import SPLIT
 from nnsight_vllm_worker import VLLM
 
 
 def cases() -> dict[str, Callable[[], Any]]:
-    taps = "resid" if os.environ.get("BENCH_TAPS", "resid") else ()
+    taps = ["resid"] if os.environ.get("BENCH_TAPS", "resid") else []
+    if RANKS > 1:
+        taps.append(SPLIT)
     model = VLLM(shape(), dispatch=True, compilation_config=GRAPHS, taps=taps, **ARGUMENTS)
     layers = model.model.layers
     vector = 0.1 * torch.randn(4096, dtype=torch.bfloat16)
@@ -64,6 +69,19 @@ def cases() -> dict[str, Callable[[], Any]]:
                 layers[16].output[0][:, 128:256] = 0
 
     @traced
+    def split_read(invoke: Any) -> Any:
+        with invoke as tracer:
+            seen = [].save()
+            for _ in tracer.all():
+                seen.append(layers[16].self_attn.o_proj.input[-1])
+
+    @traced
+    def split_ablation(invoke: Any) -> Any:
+        with invoke as tracer:
+            for _ in tracer.all():
+                layers[16].self_attn.o_proj.input[:, 1920:2176] = 0  # one head on each rank
+
+    @traced
     def free_write(invoke: Any) -> Any:
         with invoke as tracer:
             for _ in tracer.all():
@@ -94,15 +112,16 @@ def cases() -> dict[str, Callable[[], Any]]:
                         seen = layers[16].mlp.output.save()  # noqa: F841 - comes home
         return tracer.saves
 
-    blocks = dict(
-        zip(
-            ("one layer read", "every layer read", "steering", "heads ablated", "free write"),
-            (one_read, every_read, steering, ablation, free_write),
-            strict=True,
-        )
-    )
+    blocks = {
+        "one layer read": one_read,
+        "every layer read": every_read,
+        "steering": steering,
+        "heads ablated": ablation if RANKS == 1 else split_ablation,
+        "free write": free_write,
+        "split read": split_read,
+    }
     found = plain_cases(model.llm)
-    for case in BLOCKS:
+    for case in BLOCKS if RANKS == 1 else RANKS_BLOCKS:
         what, _, size = case.rpartition(" × ")
         found[case] = partial(blocks[what], int(size))
     found["logit lens × 1"], found["logit lens × 8"] = partial(lens, 1), partial(lens, 8)

@@ -8,6 +8,7 @@ a fixed space for keys and values (the engines share the GPU).
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -51,7 +52,12 @@ ARGUMENTS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 30,
     "seed": 0,
 }
-GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
+GRAPHS: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
+RANKS = int(os.environ.get("BENCH_RANKS", "1"))
+if RANKS > 1:
+    ARGUMENTS["tensor_parallel_size"] = RANKS
+    # vLLM 0.26 dies on two H200s with this pass.
+    GRAPHS["pass_config"] = {"fuse_allreduce_rms": False}
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 GENERATE = [f"generate × {size}" for size in (*SIZES, 128)]

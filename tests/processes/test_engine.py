@@ -29,8 +29,6 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "enforce_e
 if torch.cuda.is_available():
     # Several engines share one GPU in these tests.
     SETTINGS["gpu_memory_utilization"] = 0.1
-    # A process that has had one engine cannot fork another onto the GPU.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def children() -> list[psutil.Process]:
