@@ -24,6 +24,9 @@ from nnsight_core.tree import ModelTree
 from nnsight_core.watch import bare_tree
 from nnsight_vllm_worker.vllm_ports.startup import engine
 
+# The tree is that of one rank, and this process sees no GPU to deal ranks out to.
+_RANKS = ("tensor_parallel_size", "distributed_executor_backend")
+
 
 def tree_of(model: str, arguments: dict[str, Any]) -> ModelTree:
     """The provisional tree of a model, from vLLM's own classes.
@@ -31,7 +34,11 @@ def tree_of(model: str, arguments: dict[str, Any]) -> ModelTree:
     Raises:
         EngineError: vLLM cannot build the model, with the root cause.
     """
-    plain = {k: v for k, v in arguments.items() if isinstance(v, str | int | float | bool | None)}
+    plain = {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, str | int | float | bool | None) and name not in _RANKS
+    }
     command = [sys.executable, "-m", __name__, model, json.dumps(plain)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -62,4 +69,9 @@ def build(model: str, arguments: dict[str, Any]) -> ModelTree:
 
 
 if __name__ == "__main__":
-    print(build(sys.argv[1], json.loads(sys.argv[2])).model_dump_json())
+    try:
+        tree = build(sys.argv[1], json.loads(sys.argv[2]))
+    except Exception as error:
+        # On one line, which is what `tree_of` tells.
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    print(tree.model_dump_json())
