@@ -25,9 +25,12 @@ from tests.fixtures.ranks import spread
 from tests.processes.test_engine import PROMPT, SETTINGS
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+DEALT = ", experts dealt out"
 FAMILIES = ("gpt2_wide", "llama", "qwen2_moe")
 if os.environ.get("NNSIGHT_TEST_FAMILIES") == "every":
     FAMILIES += ("qwen3", "mixtral")
+if torch.cuda.is_available():  # vLLM's kernels for the CPU cannot
+    FAMILIES += tuple(name + DEALT for name in FAMILIES if name in ("qwen2_moe", "mixtral"))
 
 
 class Pair(NamedTuple):
@@ -40,11 +43,13 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, processes: None) -> Iterator[Pair]:
-    path = _prepare(request.param)
+    path = _prepare(request.param.removesuffix(DEALT))
+    dealt = {"enable_expert_parallel": True} if request.param.endswith(DEALT) else {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         one, two = (
-            stack.enter_context(VLLM(path, dispatch=True, **spread(n, **SETTINGS))) for n in (1, 2)
+            stack.enter_context(VLLM(path, dispatch=True, **spread(n, **SETTINGS, **more)))
+            for n, more in ((1, {}), (2, dealt))
         )
         layers = "transformer.h" if request.param == "gpt2_wide" else "model.layers"
         yield Pair(one, two, layers)
@@ -299,6 +304,30 @@ def test_what_one_rank_holds_is_refused(pair: Pair) -> None:
         rows = model.model.embed_tokens.weight.shape[0].save()
     assert norm.shape == (128,) and eps < 1e-3 and rows >= 515
     assert (width, heads) == (32, 4)
+
+
+def test_what_one_rank_holds_of_experts_is_refused(pair: Pair) -> None:
+    held = [p for p in pair.one.tree.modules if p.endswith(".1.mlp.experts.routed_experts")]
+    if not held:
+        pytest.skip("other families have no such parts")
+    model = pair.two
+    for name in ("local_num_experts", "intermediate_size_per_partition", "w2_weight", "run"):
+        with pytest.raises(LocationError, match="cannot be had: "):
+            with model.trace(PROMPT, **GREEDY):
+                experts = model.get(held[0])
+                if name == "run":
+                    hidden = model.model.layers[1].mlp.input
+                    experts.forward_monolithic(hidden, hidden).save()
+                else:
+                    getattr(experts, name).save()
+    with model.trace(PROMPT, **GREEDY):
+        mlp = model.model.layers[1].mlp
+        hidden = mlp.input
+        again = mlp.experts(hidden, mlp.gate(hidden)[0]).save()
+        chosen = mlp.experts.routed_experts.top_k.save()
+        done = mlp.experts.output.save()
+    same(again, done)
+    assert chosen == 2
 
 
 def test_what_comes_with_a_block_leaves_the_random_numbers_of_the_engine() -> None:
