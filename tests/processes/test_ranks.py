@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from nnsight_vllm_worker.known import Blocks
 from tests.conftest import _prepare
 from tests.fixtures.meetings import meetings
 from tests.fixtures.ranks import spread
+from tests.fixtures.served import Served
 from tests.processes.test_engine import PROMPT, SETTINGS
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
@@ -215,22 +216,90 @@ def test_modules_are_called_with_whole_tensors(pair: Pair) -> None:
     same(*parts)
 
 
+class Cases(NamedTuple):
+    """Blocks as functions, which mean the same on every engine of a model."""
+
+    draws: Callable[[Any], Any]
+    halves: Callable[[Any], Any]
+    forces: Callable[[Any], Any]
+
+
+def cases(model: Any, at: str) -> Cases:
+    fused = next(
+        path
+        for end in (".gate_up_proj", ".c_fc", ".o_proj")
+        for path in model.tree.modules
+        if path.startswith(at) and path.endswith(end)
+    )
+
+    def draws(tracer: Any) -> Any:
+        torch.manual_seed(3)
+        noise, rows = torch.randn(3), []
+        for _ in tracer.all():
+            rows.append(model.get(at).output)
+        return noise, rows
+
+    def halves(tracer: Any) -> Any:
+        logits = []
+        for _ in tracer.all():
+            value = model.get(fused).output[0]
+            value[:, value.shape[1] // 2 :] *= -0.5
+            logits.append(model.logits)
+        return logits
+
+    def forces(tracer: Any) -> Any:
+        logits = []
+        for step in tracer.all():
+            logits.append(model.logits)
+            model.samples[:] = 7 + step
+        return logits
+
+    return Cases(draws, halves, forces)
+
+
+DRAWN: dict[str, Any] = {"seed": 7, "temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
+
+
+def outcome(tracer: Any, output: Any) -> tuple[list[torch.Tensor], list[int]]:
+    return [tensor for _, tensor in tensors(tracer.value)], list(output.outputs[0].token_ids)
+
+
 def test_repeats_are_identical(pair: Pair) -> None:
-    model, at = pair.two, f"{pair.layers}.1"
-    first: Any = None
-    for _ in range(8):
-        with model.trace(PROMPT, seed=7, temperature=1.0, max_tokens=6, ignore_eos=True) as tracer:
-            torch.manual_seed(3)
-            noise = torch.randn(3).save()
-            rows = [].save()
-            for _ in tracer.all():
-                rows.append(model.get(at).output)
-            out = tracer.result.save()
-        values = [noise, *[tensor for _, tensor in tensors(rows)]]
-        if first is None:
-            first = values, out.outputs[0].token_ids
-        assert all(torch.equal(a, b) for a, b in zip(first[0], values, strict=True))
-        assert out.outputs[0].token_ids == first[1]
+    at = f"{pair.layers}.1"
+    here, there = cases(pair.one, at), cases(pair.two, at)
+    for name in (*Cases._fields, "edited"):
+        if name == "edited":
+            pair.one.edit("halves", fn=here.halves)
+            pair.two.edit("halves", fn=there.halves)
+        seen = []
+        for model, each in ((pair.one, here), *[(pair.two, there)] * 8):
+            block = each.draws if name == "edited" else getattr(each, name)
+            tracer = model.trace(PROMPT, fn=block, **DRAWN)
+            seen.append(outcome(tracer, tracer.result))
+        values, ids = zip(*seen, strict=True)
+        same(values[0], values[1])
+        for again in values[2:]:
+            assert all(torch.equal(*two) for two in zip(values[1], again, strict=True))
+        assert len(ids[0]) == 6 and list(ids) == [ids[0]] * 9
+        assert name != "forces" or ids[0] == [7, 8, 9, 10, 11, 12]
+    pair.one.clear_edits()
+    pair.two.clear_edits()
+
+
+def test_the_same_blocks_served(pair: Pair) -> None:
+    if f"{pair.layers}.1.mlp.down_proj" not in pair.one.tree.modules:
+        pytest.skip("one family is enough")
+    at = f"{pair.layers}.1"
+    with Served(_prepare("llama"), **spread(2, **SETTINGS)) as model:
+        assert model.tree.ranks == 2
+        for here, there in zip(cases(pair.two, at), cases(model, at), strict=True):
+            traces = [
+                where.trace(PROMPT, fn=block, **DRAWN)
+                for where, block in ((pair.two, here), (model, there))
+            ]
+            (values, ids), expected = [outcome(trace, trace.result) for trace in traces]
+            same(values, expected[0])
+            assert ids == expected[1] and len(ids) == 6
 
 
 def test_ranks_never_diverge(pair: Pair) -> None:
