@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,8 @@ FEWEST, MOST = 64, 1024
 ENTRIES = 1024
 """Entries of the tables that writes go through."""
 _WIDEST = 65536
+_MANY = 8
+"""Of how many lines one has to be asked for, for all of them to be had at once."""
 
 
 Kind = tuple[str, int]
@@ -74,9 +76,10 @@ class Tap(NamedTuple):
     def value(self, tensors: list[Tensor]) -> Any:
         """The value, built as the module builds it, of these tensors."""
         for index, info in enumerate(self.infos):
-            tensor = tensors[index]
-            if tensor.dim() != len(info.shape):
-                tensors[index] = tensor.view(tensor.shape[0], *_inner(info))
+            if len(info.shape) != 2 or tensors[index].dim() != 2:
+                tensors[index] = tensors[index].view(tensors[index].shape[0], *_inner(info))
+        if type(self.form) is tuple and self.form == tuple(range(len(tensors))):
+            return tuple(tensors)  # a layer's pair, above all
         return _filled(self.form, tensors)
 
 
@@ -339,6 +342,7 @@ class Kept(Mapping[Location, Any]):
         self, taps: Taps, numbers: Numbers, copies: dict[Kind, Tensor], shards: Shards
     ) -> None:
         self.copies = copies
+        self._cut: dict[tuple[Kind, int, int | None], tuple[Tensor | Sequence[Tensor], int]] = {}
         self._numbers = numbers
         self._shards = shards
         self._taps = taps
@@ -354,15 +358,25 @@ class Kept(Mapping[Location, Any]):
     def rows(self, at: Location, first: int, stop: int | None) -> Any:
         """What a tap holds of some rows, in tensors that nobody else has been given."""
         tap, tensors = self._taps.taps[at], []
-        for place, layout in zip(self._numbers[at], tap.layouts, strict=True):
-            kind, number = place
+        for (kind, number), layout in zip(self._numbers[at], tap.layouts, strict=True):
             if isinstance(layout, Split | Sum):
                 shards = self._shards[kind][1]
                 tensors.append(join(layout, [shard[number, first:stop] for shard in shards]))
             else:
                 # `data`: views would share their count of versions with those of other requests.
-                tensors.append(self.copies[kind][number, first:stop].data)
+                tensors.append(self._lines(kind, first, stop)[number].data)
         return tap.value(tensors)
+
+    def _lines(self, kind: Kind, first: int, stop: int | None) -> Tensor | Sequence[Tensor]:
+        """Some rows of every line; once many lines were asked for, each as a tensor of its own."""
+        lines, asked = self._cut.get((kind, first, stop), (None, 0))
+        if lines is None:
+            lines = self.copies[kind][:, first:stop]
+        if isinstance(lines, Tensor):
+            if asked * _MANY > lines.shape[0]:
+                lines = lines.unbind(0)
+            self._cut[kind, first, stop] = lines, asked + 1
+        return lines
 
     def __iter__(self) -> Iterator[Location]:
         return iter(self._numbers)
