@@ -78,6 +78,18 @@ class EditInfo(BaseModel):
     errors: int = 0
 
 
+class EditList(BaseModel):
+    """The edits that are installed, in the order of their installation.
+
+    Attributes:
+        now: when they were, in seconds since 1970 by the clock of who says it; later lists have
+            later ones.
+    """
+
+    edits: list[EditInfo]
+    now: float
+
+
 @dataclass(slots=True)
 class Noted:
     """A warning of a block: its class, text and place."""
@@ -224,6 +236,14 @@ class AsyncBackend(Protocol):
         ...
 
     def edits(self) -> list[EditInfo]:
+        """The edits that are installed, as far as is known here without waiting.
+
+        Raises:
+            NotSupportedError: nothing is known yet.
+        """
+        ...
+
+    async def aedits(self) -> list[EditInfo]:
         """The edits that are installed, in the order of their installation."""
         ...
 

@@ -142,8 +142,16 @@ class Model(Root):
 
     @property
     def edits(self) -> list[EditInfo]:
-        """The edits that are installed, in the order of their installation."""
+        """The edits that are installed, in the order of their installation.
+
+        Of a server, with `mode="async"`, as its last answer said it; see `aedits`.
+        """
         return self._edit_backend({}).edits()
+
+    async def aedits(self) -> list[EditInfo]:
+        """As `edits`, asked anew where that takes a while, for a model in `mode="async"`."""
+        backend = self._edit_backend({})
+        return await backend.aedits() if _is_async(backend) else backend.edits()
 
     def clear_edits(self) -> None:
         """Clear all edits; requests that have begun with them end with them."""

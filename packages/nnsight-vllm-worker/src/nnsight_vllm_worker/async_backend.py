@@ -153,6 +153,9 @@ class LocalAsyncBackend:
     def edits(self) -> list[EditInfo]:
         return [] if self.engine is None else self.engine.edits.infos()
 
+    async def aedits(self) -> list[EditInfo]:
+        return self.edits()
+
     async def aclose(self) -> None:
         """End the engine and its processes."""
         if self.engine is not None:
