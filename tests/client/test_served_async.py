@@ -139,6 +139,20 @@ async def test_what_is_kept_leaves_with_the_model(server: Server, gpt2_path: str
     assert kept_bytes(server) == 0
 
 
+async def test_the_tree_is_known_once_a_model_is_entered(server: Server, gpt2_path: str) -> None:
+    async with VLLM(gpt2_path, serve=server.url, mode="async") as model:
+        with standing(server):
+            assert len(list(model.transformer.h)) == 12
+            assert not model.tree.provisional and model.taps == model.tree.taps
+        with model.trace(PROMPT, **ONE) as tracer:
+            norm = model.transformer.h[-1].output.norm().save()
+        assert (await tracer.backend).saves["norm"] > 0
+    async with VLLM(gpt2_path, mode="async") as model:
+        with model.trace(PROMPT, serve=server.url, **ONE) as tracer:
+            norm = model.logits.norm().save()
+        assert (await tracer.backend).saves["norm"] > 0
+
+
 async def test_answers_that_overtake_one_another_are_told_apart() -> None:
     told = Told()
     told.take(EditList(edits=[EditInfo(id="a#1")], now=2.0))
