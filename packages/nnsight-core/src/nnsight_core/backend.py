@@ -64,6 +64,7 @@ class EditInfo(BaseModel):
         requests: how many requests it has run in, or is running in.
         seconds: how long its block has held the engine in requests that are over.
         errors: in how many requests it has raised.
+        bytes: how much memory its block takes, and the outside tensors that it uses.
     """
 
     id: str
@@ -76,6 +77,7 @@ class EditInfo(BaseModel):
     requests: int = 0
     seconds: float = 0.0
     errors: int = 0
+    bytes: int = 0
 
 
 class EditList(BaseModel):

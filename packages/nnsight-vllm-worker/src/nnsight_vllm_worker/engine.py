@@ -112,7 +112,7 @@ class SyncEngine:
             NotInstalled: a worker refused it.
         """
         with self._lock:
-            edit = self.edits.new(spec, carried, owner)
+            edit = self.edits.new(spec, carried, blobs, owner)
             self._put(carried.blobs, blobs)
             try:
                 # Of several ranks, the first one runs the blocks.

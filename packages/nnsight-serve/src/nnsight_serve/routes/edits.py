@@ -50,14 +50,18 @@ async def install(request: Request, engine: Engine) -> Response:
     error of the block.
     """
     state = request.app.state
-    frame = await read_frame(request, state.settings.max_body)
+    frame = await read_frame(request)
     with decoded():
         asked = await asyncio.to_thread(install_of, frame, policy_of(request))
         blobs = state.uploads.take(asked.needs, asked.blobs)
     request.state.account.take(1)
-    owner = request.state.caller or asked.owner
+    caller = request.state.caller
+    await while_alive(engine.sweep())
+    room = (caller, engine.edits.held(), asked.carried.size(blobs))
     try:
-        info = await engine.install(asked.spec, asked.carried, blobs, owner)
+        with state.edit_limits.installing(*room):
+            owner = caller or asked.owner
+            info = await engine.install(asked.spec, asked.carried, blobs, owner)
     except NotInstalled as refused:
         return Response(refused.frame.to_bytes(), 422, media_type=MEDIA_TYPE)
     except EngineDeadError as error:
