@@ -18,6 +18,7 @@ from nnsight_core.errors import EngineDeadError
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.kept import KeptValues
 from nnsight_core.outputs import RequestOutput
+from nnsight_core.policy import TRUSTED_PATH
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_vllm_worker.blobs import Ledger
@@ -59,6 +60,7 @@ class SyncEngine:
         block_timeout: float | None = BLOCK_TIMEOUT,
         keep_bytes: int = LIMIT,
         keep_seconds: float = SECONDS,
+        policy: str = TRUSTED_PATH,
     ) -> None:
         chosen = apply(arguments)
         self._receiver = Receiver()
@@ -76,6 +78,8 @@ class SyncEngine:
                     block_timeout,
                     keep_bytes,
                     keep_seconds,
+                    None,
+                    policy,
                 )
                 trees = self._rpc("nnsight_attach", *attaching)
         except BaseException:
