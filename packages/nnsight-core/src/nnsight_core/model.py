@@ -383,7 +383,7 @@ class Model(Root):
 
         Example:
             >>> async with VLLM("openai-community/gpt2", mode="async") as model:
-            ...     for layer in model.transformer.h:
+            ...     print(len(model.transformer.h), model.taps)
         """
         backend = self._backend_for({})
         if _is_async(backend):

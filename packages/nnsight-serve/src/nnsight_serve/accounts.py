@@ -163,7 +163,7 @@ class Accounts:
                 account.over = not message.get("more_body", False)
 
         if account.path in PROBES:
-            await self._app(scope, received, sent)
+            await self._app(scope, receive, sent)
             return
         self._metrics.opened(account)
         try:
