@@ -72,6 +72,13 @@ def measured(server: Server) -> dict[tuple[str, ...], float]:
     return {(s.name, *s.labels.values()): s.value for s in samples}
 
 
+def settled(server: Server) -> dict[tuple[str, ...], float]:
+    """The same, once every request is over; that is a little after its answer."""
+    while (found := measured(server))["nnsight_requests_open", "trace"]:
+        time.sleep(0.05)
+    return found
+
+
 def logged(server: Server, **about: Any) -> list[dict[str, Any]]:
     """The lines about requests that say this."""
     lines = [json.loads(at) for at in server.log.read_text().splitlines() if at.startswith("{")]
@@ -174,8 +181,10 @@ def test_bodies_take_so_much_memory_and_no_more(limited, way):
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "BusyError"
         assert "--max-bodies" in refused.json()["error"]["message"]
+        assert LARGE < measured(limited)["nnsight_body_bytes",] < LARGE + 1000
     assert [answer.status_code for answer in answers] == [200]
     assert sent(limited, body).status_code == 200
+    assert settled(limited)["nnsight_body_bytes",] == 0
 
 
 def test_every_body_is_limited_and_not_only_frames(limited):

@@ -57,7 +57,7 @@ def create_app(settings: Settings) -> FastAPI:
             raise
         app.state.engine = engine
         app.state.pulse = Pulse(engine)
-        metrics.registry.register(EngineMetrics(engine, app.state.pulse, limits))
+        metrics.registry.register(EngineMetrics(engine, app.state.pulse, limits, bodies))
         try:
             app.state.openai = await openai_app(engine, arguments)
             yield
