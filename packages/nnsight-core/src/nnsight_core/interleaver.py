@@ -16,7 +16,7 @@ from nnsight_core.checks import check_order, check_replacement, check_tokens, un
 from nnsight_core.errors import LocationError, NotATapError, WriteError
 from nnsight_core.locations import SAMPLES, STEP, Location, Phase
 from nnsight_core.run import Run
-from nnsight_core.visit import Rows, Visit, outside_inference
+from nnsight_core.visit import Look, Rows, Visit, outside_inference
 
 if TYPE_CHECKING:
     from nnsight_core.node import Places
@@ -31,6 +31,7 @@ class Observer(Protocol):
 
 
 Observed = tuple[Location, Observer]
+Own = Callable[[Run, Location], Any]
 
 
 class Interleaver:
@@ -47,8 +48,8 @@ class Interleaver:
         phase: how far the step has come.
         on_end: called with each run that has ended.
         reachable: the locations that this forward pass can reach; None for every one.
-        values: what each location of the pass holds, in forward order, if the pass is over and
-            nothing can be changed in it any more. Runs then need not wait for anything.
+        shown: the locations of a pass that is over, by their place in the forward order, for which
+            runs need not wait and in which nothing can be changed any more.
         vocabulary: how many tokens the model has, where none but these may be written as samples.
     """
 
@@ -63,9 +64,9 @@ class Interleaver:
         self.observers: dict[Location, list[Observer]] = {}
         self.phase = Phase.OVER
         self.reachable: Collection[Location] | None = None
-        self.values: Mapping[Location, Any] | None = None
+        self.shown: dict[Location, int] = {}
         self.vocabulary: int | None = None
-        self._numbers: dict[Location, int] = {}
+        self._own: Own = _nothing
 
     # -- a step, in the order of its calls -------------------------------------------------------
 
@@ -86,54 +87,58 @@ class Interleaver:
         self._look()
 
     def show(
-        self, runs: list[Run], observers: Iterable[Observed], values: Mapping[Location, Any]
+        self,
+        runs: list[Run],
+        observers: Iterable[Observed],
+        values: Mapping[Location, Any],
+        own: Own,
     ) -> None:
         """Let runs look at a pass that is over, each from its beginning to its end.
 
         Args:
             values: what each location holds, in forward order.
+            own: gives what of it is one run's own, in tensors that nobody else has been given.
         """
-        self.values = values
-        self.reachable = values.keys()
-        self._numbers = {location: number for number, location in enumerate(values)}
+        self.reachable = self.shown = {location: number for number, location in enumerate(values)}
+        self._own = own
         for run in runs:
-            run.visit = None
-        self.begin(runs, observers)
-        for run in runs:
-            try:
-                self._look_away(run)
-            except WriteError as error:
-                self._fail(run, error)
+            run.look = None
+        with outside_inference():
+            self.begin(runs, observers)
+            for run in runs:
+                try:
+                    self._look_away(run)
+                except WriteError as error:
+                    self._fail(run, error)
         for location in self.observers:
             for observer in self.observers[location] if location in values else ():
                 observer.see(location, values[location])
         self.advance(Phase.RESULT)
         # Else the last pass is held until the next one.
-        self.values = {}
+        self.shown, self._own = {}, _nothing
         for run in runs:
-            run.visit = None
+            run.look = None
 
     def look(self, run: Run, location: Location) -> Any:
         """What a location holds, in a pass that is over."""
-        assert self.values is not None
-        if run.visit is not None and self._numbers[location] < self._numbers[run.visit.location]:
-            check_order(run, location, True)
-        self._look_away(run)
-        run.visit = visit = Visit(self.rows, run, location, self.values[location])
-        run.open, run.value = location, visit.value
-        return visit.value
+        before = run.look
+        if before is not None:
+            if self.shown[location] < self.shown[before.location]:
+                check_order(run, location, True)
+            self._look_away(run)
+        run.look = look = Look(location, self._own(run, location))
+        run.open, run.value = location, look.value
+        return look.value
 
     def _look_away(self, run: Run) -> None:
         """A run has seen what it looked at, and has left it as it was."""
-        visit = run.visit
-        if visit is None or run.open is None:
+        look = run.look
+        if look is None or run.open is None:
             return
-        try:
-            changed = visit.written(run.value)
-        finally:
-            run.close()
-        if changed:
-            raise unseen_write(visit.location)
+        left = look.left(run.value)
+        run.close(look.tensors)
+        if not left:
+            raise unseen_write(look.location)
 
     def observe(self, observers: Iterable[Observed]) -> None:
         """Let observers look on for the rest of this forward pass."""
@@ -309,3 +314,7 @@ class Interleaver:
 
 def _rank(run: Run) -> int:
     return run.rank
+
+
+def _nothing(run: Run, location: Location) -> Any:
+    raise LookupError(location)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from nnsight_core.errors import LateWriteError, WriteError
 from nnsight_core.locations import Location
-from nnsight_core.values import flat
 
 RECENT = 2
 _FORGET_FROM = 256
@@ -24,9 +23,9 @@ class Past:
         self._forget_from = _FORGET_FROM
         self._lent: list[tuple[Tensor, int, str]] = []
 
-    def close(self, location: Location, value: Any, line: int) -> None:
-        """A visit is over: what its value holds from here on is read by nobody."""
-        for tensor in (value,) if isinstance(value, Tensor) else flat(value):
+    def close(self, location: Location, tensors: Iterable[Tensor], line: int) -> None:
+        """A visit is over: what these tensors of it hold from here on is read by nobody."""
+        for tensor in tensors:
             if type(tensor) is Tensor:
                 self._over.append((weakref.ref(tensor), tensor._version, location, line))
 

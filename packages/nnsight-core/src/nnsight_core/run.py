@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import sys
 import threading
+from collections.abc import Iterable
 from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,7 +36,7 @@ from nnsight_core.past import RECENT, Past
 from nnsight_core.saves import Saves
 from nnsight_core.shared import offer
 from nnsight_core.traceback import traceback_to
-from nnsight_core.values import all_plain, refilled
+from nnsight_core.values import all_plain, flat, refilled
 from nnsight_core.wall import behind_wall
 from nnsight_core.watchdog import WATCHDOG
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from nnsight_core.cache import Recorder
     from nnsight_core.interleaver import Interleaver
     from nnsight_core.keeps import Keeper
-    from nnsight_core.visit import Visit
+    from nnsight_core.visit import Look
 
 
 class Stopped(BaseException):
@@ -127,7 +128,7 @@ class Run:
         self.rank = 0
         self.seconds = 0.0
         self.open: Location | None = None
-        self.visit: Visit | None = None
+        self.look: Look | None = None
         self.value: Any = None
         self.skipped: list[str] = []
         self.interleaver: Interleaver | None = None
@@ -247,10 +248,14 @@ class Run:
         self.error = error
         self._close()
 
-    def close(self) -> None:
-        """End a visit: what its value holds from here on is no longer looked at."""
+    def close(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """End a visit: what its value holds from here on is no longer looked at.
+
+        Args:
+            tensors: those of the value, if they are known.
+        """
         assert self.open is not None
-        self._past.close(self.open, self.value, self._line)
+        self._past.close(self.open, flat(self.value) if tensors is None else tensors, self._line)
         self.open = self.value = None
 
     # -- for the block ---------------------------------------------------------------------------
@@ -264,7 +269,7 @@ class Run:
         interleaver = self.interleaver
         assert interleaver is not None
         interleaver.check(self, location)
-        if interleaver.values is not None and location in interleaver.values:
+        if location in interleaver.shown:
             return interleaver.look(self, location)
         return self._park(location)
 

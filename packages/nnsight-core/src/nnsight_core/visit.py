@@ -2,11 +2,12 @@
 
 The run gets private copies of its rows, made outside inference mode so that PyTorch counts their
 versions. A copy whose version has risen, or that was replaced, is copied back over the rows it came
-from; nothing else of the engine's memory is touched.
+from; nothing else of the engine's memory is touched. In a pass that is over, there is only to look.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -158,9 +159,51 @@ class Visit:
         return map_tensors(value, change)
 
 
+class Look:
+    """One value of a pass that is over, served to one run.
+
+    Args:
+        value: made for this run alone, of tensors whose versions are counted from 0.
+    """
+
+    __slots__ = ("_firm", "location", "tensors", "value")
+
+    def __init__(self, location: Location, value: Any) -> None:
+        self.location = location
+        self.value = value
+        kind = type(value)
+        self.tensors: Sequence[Tensor]
+        if kind is Tensor:
+            self.tensors, self._firm = (value,), True
+        elif kind is tuple and set(map(type, value)) == _TENSORS:
+            self.tensors, self._firm = value, True
+        else:
+            self.tensors, self._firm = flat(value), False
+
+    def left(self, given: Any) -> bool:
+        """Whether the run has left it as it was."""
+        if given is not self.value:
+            return False
+        for tensor in self.tensors:
+            if tensor._version:
+                return False
+        # A list or a dict may have got other tensors.
+        return self._firm or list(map(id, flat(given))) == list(map(id, self.tensors))
+
+
+_TENSORS = {Tensor}
+
+
 def outside_inference() -> AbstractContextManager[None]:
-    """Where tensors are ordinary ones, whose versions PyTorch counts."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+    """Where tensors are ordinary ones, whose versions PyTorch counts, but without gradients."""
+    return _Outside(False) if torch.is_inference_mode_enabled() else _NOTHING
+
+
+class _Outside(torch.inference_mode):
+    def __enter__(self) -> None:
+        super().__enter__()
+        # As blocks begin, so that nothing need be set for each. It ends with the mode.
+        torch._C._set_grad_enabled(False)
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from nnsight_core.interleaver import Interleaver, Observed
 from nnsight_core.locations import Location
+from nnsight_core.run import Run
 from nnsight_core.values import flat
 from nnsight_core.wants import Way
-from nnsight_vllm_worker.rows import Placed
+from nnsight_vllm_worker.rows import Placed, RowMap
 from nnsight_vllm_worker.taps import Kept, Taps
 from nnsight_vllm_worker.traced import Entry
 
@@ -102,6 +103,14 @@ class Copies:
     def _hear(self, at: Location, tensors: list[Tensor]) -> None:
         cut = cut_rows(tensors, self.spans)
         self._heard[at] = self._taps.value(at, self._taps.whole(at, cut))
+
+    def own(self, run: Run, at: Location, rows: RowMap) -> Any:
+        """What of a tap is one run's own, in tensors that nobody else has been given."""
+        if isinstance(self.values, Kept):
+            span = rows.span(run.key)
+            value = self.values.rows(at, span.start, span.stop)
+            return value if run.key.pieces is None else rows.completed(run, at, value)
+        return rows.own(run, at, self.values[at])
 
     def tensors(self) -> list[Tensor]:
         """The memory of the copies."""

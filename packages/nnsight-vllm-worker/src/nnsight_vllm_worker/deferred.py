@@ -109,11 +109,17 @@ class Deferred:
         seats = [seat for seat in seen.copies.seats if not seat.entry.traced.run.over]
         for seat in seats:
             seat.entry.take(self.rows)
-        own: dict[Location, Any] = {} if seen.logits is None else {LOGITS: seen.logits}
-        own[SAMPLES] = seen.samples
+        engines: dict[Location, Any] = {} if seen.logits is None else {LOGITS: seen.logits}
+        engines[SAMPLES] = seen.samples
         # In forward order: `ChainMap` begins with its last map.
-        values = ChainMap(own, seen.copies.values)  # type: ignore[arg-type]
-        interleaver.show(*parts_of(seats, Way.DEFERRED), values)
+        values = ChainMap(engines, seen.copies.values)  # type: ignore[arg-type]
+
+        def own(run: Run, location: Location) -> Any:
+            if location in engines:
+                return self.rows.own(run, location, engines[location])
+            return seen.copies.own(run, location, self.rows)
+
+        interleaver.show(*parts_of(seats, Way.DEFERRED), values, own)
 
     def _draw(self, seen: Pass) -> None:
         """Judge by the drawn tokens which requests have ended."""
@@ -138,7 +144,7 @@ class Deferred:
         run.step, run.known = 0, traced.made - 1
         # Its steps are all behind it, the last one as well as the first.
         over, run.over = run.over, False
-        self.interleaver.show([run], (), {})
+        self.interleaver.show([run], (), {}, _nothing)
         run.over = over
 
     @contextmanager
@@ -152,6 +158,10 @@ class Deferred:
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
+
+
+def _nothing(run: Run, location: Location) -> Any:
+    raise LookupError(location)
 
 
 def parts_of(seats: list[Seat], way: Way) -> tuple[list[Run], list[Observed]]:

@@ -8,6 +8,7 @@ happens to equal the number of tokens is never cut by mistake.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from nnsight_core.errors import LocationError
 from nnsight_core.locations import LOGITS, SAMPLES, Location
 from nnsight_core.run import Run
 from nnsight_core.tree import REQUESTS, TOKENS, TensorInfo
+from nnsight_core.values import map_tensors
 from nnsight_vllm_worker.layouts import Layout, Split, Sum, Unknown
 
 
@@ -194,6 +196,24 @@ class RowMap:
         if axis is None or axis.counts != TOKENS:
             return rows
         return torch.cat([*pieces.before(location, index), rows], axis.axis)
+
+    def own(self, run: Run, location: Location, value: Any) -> Any:
+        """The run's own part of a value that nothing else reads, and no run has been given."""
+        indices = itertools.count()
+
+        def cut(tensor: Tensor) -> Tensor:
+            rows = self.view(run, location, next(indices), tensor)
+            # `data`: a view would share its count of versions with the views of other requests.
+            return (tensor if rows is None else rows).data
+
+        return self.completed(run, location, map_tensors(value, cut))
+
+    def completed(self, run: Run, location: Location, value: Any) -> Any:
+        """A run's own part of a value, with the rows that came in passes before."""
+        if run.key.pieces is None:
+            return value
+        indices = itertools.count()
+        return map_tensors(value, lambda rows: self.whole(run, location, next(indices), rows))
 
     def changed(self, location: Location, index: int, start: int, stop: int) -> None:
         """Rows of a tensor are written, counted along the axis of requests."""

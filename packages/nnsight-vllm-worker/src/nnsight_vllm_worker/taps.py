@@ -40,6 +40,8 @@ Kind = tuple[str, int]
 """Dtype and width of a tensor."""
 Shards = dict[Kind, tuple[list[int], list[Tensor]]]
 """By kind of memory, the lines that were gathered and what each rank has in them."""
+Numbers = dict[Location, tuple[tuple[Kind, int], ...]]
+"""For each tensor of a tap, the kind of memory and the line of it in copies of some taps."""
 
 
 class Tap(NamedTuple):
@@ -68,6 +70,14 @@ class Tap(NamedTuple):
     def shared(self) -> bool:
         """Whether not each rank holds all of it."""
         return any(layout is not None for layout in self.layouts)
+
+    def value(self, tensors: list[Tensor]) -> Any:
+        """The value, built as the module builds it, of these tensors."""
+        for index, info in enumerate(self.infos):
+            tensor = tensors[index]
+            if tensor.dim() != len(info.shape):
+                tensors[index] = tensor.view(tensor.shape[0], *_inner(info))
+        return _filled(self.form, tensors)
 
 
 class Taps:
@@ -115,6 +125,7 @@ class Taps:
             for (dtype, width), of_kind in counts.items()
         }
         self._lines: dict[tuple[Location, ...], dict[Kind, tuple[list[int], Tensor]]] = {}
+        self._numbers: dict[tuple[Location, ...], Numbers] = {}
         lines = {kind: itertools.count() for kind in counts}
         self.entries = torch.zeros((count, rows), dtype=torch.int32, device=device)
         self.operands = torch.zeros((ENTRIES, widest), dtype=torch.float32, device=device)
@@ -170,6 +181,7 @@ class Taps:
         ]
         self.taps = {tap.location: tap for tap in bound}
         self._lines.clear()
+        self._numbers.clear()
         self.named = {str(at): at for at in self.taps}
 
     def around(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,9 +243,11 @@ class Taps:
                 copies[kind] = memory[chosen[0] : chosen[0] + len(chosen)].clone()
             else:
                 copies[kind] = memory.index_select(0, index)
-        chosen = {kind: chosen for kind, (chosen, _) in lines.items()}
         shared = tuple(at for at in wanted if self.taps[at].shared)
-        return Kept(self, wanted, copies, chosen, self.gather(shared, first, rows))
+        numbers = self._numbers.get(wanted)
+        if numbers is None:
+            numbers = self._numbers[wanted] = self._numbered(wanted, shared)
+        return Kept(self, numbers, copies, self.gather(shared, first, rows))
 
     def gather(self, shared: tuple[Location, ...], first: int, rows: int) -> Shards:
         """What every rank has in these slots of taps, on the first rank; called on all of them."""
@@ -257,6 +271,17 @@ class Taps:
         joined = self.ranks.join(layout, tensor)
         return tensor if joined is None else joined
 
+    def _numbered(self, wanted: tuple[Location, ...], shared: tuple[Location, ...]) -> Numbers:
+        """Where in the copies each tensor lies, or in what is gathered, if it is not whole here."""
+        copied, gathered = self._lines_of(wanted), self._lines_of(shared)
+        return {
+            at: tuple(
+                (kind, (gathered if isinstance(layout, Split | Sum) else copied)[kind][0].index(line))
+                for (kind, line), layout in zip(tap.places, tap.layouts, strict=True)
+            )
+            for at, tap in ((at, self.taps[at]) for at in wanted)
+        }
+
     def _lines_of(self, wanted: tuple[Location, ...]) -> dict[Kind, tuple[list[int], Tensor]]:
         known = self._lines.get(wanted)
         if known is not None:
@@ -273,12 +298,7 @@ class Taps:
 
     def value(self, at: Location, tensors: list[Tensor]) -> Any:
         """The value of a tap, built as the module builds it, of these tensors."""
-        tap = self.taps[at]
-        shaped = [
-            t.view(t.shape[0], *_inner(info)) if t.dim() != len(info.shape) else t
-            for t, info in zip(tensors, tap.infos, strict=True)
-        ]
-        return _filled(tap.form, shaped)
+        return self.taps[at].value(tensors)
 
     def listen(
         self, wanted: Iterable[Location], sink: Callable[[Location, list[Tensor]], None]
@@ -315,18 +335,12 @@ class Kept(Mapping[Location, Any]):
     """Copies of what some taps hold; a value is put together when it is asked for."""
 
     def __init__(
-        self,
-        taps: Taps,
-        wanted: tuple[Location, ...],
-        copies: dict[Kind, Tensor],
-        lines: dict[Kind, list[int]],
-        shards: Shards,
+        self, taps: Taps, numbers: Numbers, copies: dict[Kind, Tensor], shards: Shards
     ) -> None:
         self.copies = copies
+        self._numbers = numbers
         self._shards = shards
         self._taps = taps
-        self._wanted = wanted
-        self._lines = lines
 
     def tensors(self) -> list[Tensor]:
         """The memory of the copies."""
@@ -334,25 +348,29 @@ class Kept(Mapping[Location, Any]):
         return [*self.copies.values(), *shards]
 
     def __getitem__(self, at: Location) -> Any:
-        tap = self._taps.taps[at]
-        tensors = []
-        for layout, (kind, line) in zip(tap.layouts, tap.places, strict=True):
+        return self.rows(at, 0, None)
+
+    def rows(self, at: Location, first: int, stop: int | None) -> Any:
+        """What a tap holds of some rows, in tensors that nobody else has been given."""
+        tap, tensors = self._taps.taps[at], []
+        for place, layout in zip(self._numbers[at], tap.layouts, strict=True):
+            kind, number = place
             if isinstance(layout, Split | Sum):
-                lines, shards = self._shards[kind]
-                number = lines.index(line)
-                tensors.append(join(layout, [shard[number] for shard in shards]))
+                shards = self._shards[kind][1]
+                tensors.append(join(layout, [shard[number, first:stop] for shard in shards]))
             else:
-                tensors.append(self.copies[kind][self._lines[kind].index(line)])
-        return self._taps.value(at, tensors)
+                # `data`: views would share their count of versions with those of other requests.
+                tensors.append(self.copies[kind][number, first:stop].data)
+        return tap.value(tensors)
 
     def __iter__(self) -> Iterator[Location]:
-        return iter(self._wanted)
+        return iter(self._numbers)
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self._numbers)
 
     def __contains__(self, at: object) -> bool:
-        return at in self._wanted
+        return at in self._numbers
 
 
 def _dtype(info: TensorInfo) -> torch.dtype:

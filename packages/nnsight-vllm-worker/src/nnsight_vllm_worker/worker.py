@@ -6,6 +6,8 @@ its own RPC, on every rank.
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 from typing import Any
 
 from nnsight_core.keeps import LIMIT, SECONDS, Keeps
@@ -15,6 +17,10 @@ from nnsight_vllm_worker.following import Following
 from nnsight_vllm_worker.loaded import Loaded
 from nnsight_vllm_worker.settings import EXTENSION
 from nnsight_vllm_worker.vllm_ports import loading, orphans, scheduling, startup
+
+
+_SELDOM = 200
+"""How many collections of younger objects come before one of all."""
 
 
 class WorkerExtension:
@@ -34,6 +40,7 @@ class WorkerExtension:
     ) -> str:
         """Record the model's locations and begin to trace; gives the tree as JSON."""
         orphans.ignore_interrupts()
+        _collect_seldom()
         loaded: Loaded = self._nnsight_loaded  # type: ignore[attr-defined]
         config = self.vllm_config.model_config  # type: ignore[attr-defined]
         if loaded.rank:
@@ -84,6 +91,16 @@ class WorkerExtension:
     def nnsight_counts(self) -> dict[str, int]:
         """What the worker holds: blocks, table entries, bytes of what it has for blocks."""
         return self._nnsight.counts()
+
+
+def _collect_seldom() -> None:
+    """Look for garbage among all objects seldom.
+
+    Python does when there are a quarter more than the last time. vLLM freezes what is there when an
+    engine starts, so that is often, where blocks hold many values: it took most of their time.
+    """
+    if multiprocessing.parent_process() is not None:  # else the process is the user's
+        gc.set_threshold(*gc.get_threshold()[:2], _SELDOM)
 
 
 def _loaded(worker: Any) -> None:
