@@ -73,13 +73,13 @@ def cases() -> dict[str, Callable[[], Any]]:
         with invoke as tracer:
             seen = [].save()
             for _ in tracer.all():
-                seen.append(layers[16].self_attn.o_proj.input[-1])
+                seen.append(layers[16].self_attn.attn.output[-1])
 
     @traced
     def split_ablation(invoke: Any) -> Any:
         with invoke as tracer:
             for _ in tracer.all():
-                layers[16].self_attn.o_proj.input[:, 1920:2176] = 0  # one head on each rank
+                layers[16].self_attn.attn.output[:, 1920:2176] = 0  # one head on each rank
 
     @traced
     def free_write(invoke: Any) -> Any:

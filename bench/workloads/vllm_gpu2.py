@@ -1,7 +1,7 @@
 """What blocks cost on two GPUs, where whole tensors are put together of what each rank holds.
 
 The engines are those of `vllm_gpu`, with `tensor_parallel_size=2`. The output of a layer is whole
-on every rank; of what an attention's `o_proj` is given, each rank has half of the heads.
+on every rank; of what its attention gives back, each rank has half of the heads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bench.turns import Engine, Measured, Turn, take_turns
 from bench.workloads import vllm_gpu
 from bench.workloads.vllm_gpu import DEFAULT, GENERATE, OURS, ROUNDS, SIZES, shape
 
-SPLIT = "model.layers.16.self_attn.o_proj.input"
+SPLIT = "model.layers.16.self_attn.attn.output"
 WHOLE_BLOCKS = [f"{what} × {n}" for what in ("one layer read", "steering") for n in SIZES]
 SPLIT_BLOCKS = [f"{what} × {n}" for what in ("split read", "heads ablated") for n in (1, 8)]
 BLOCKS = [*WHOLE_BLOCKS, "every layer read × 1", "every layer read × 8", *SPLIT_BLOCKS]

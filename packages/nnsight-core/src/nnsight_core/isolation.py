@@ -19,6 +19,7 @@ _DEVICE: Any = torch._GLOBAL_DEVICE_CONTEXT
 _DEVICES = ("cpu", "cuda")
 _stacks: Any = torch._C
 _Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+_States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 class Settings(NamedTuple):
@@ -68,7 +69,7 @@ def settings() -> Settings:
 @contextmanager
 def random_kept() -> Iterator[None]:
     """Within it, random numbers may be drawn; after it, they are where they were."""
-    before = [generator.get_state() for generator in _generators()]
+    before = _states()
     try:
         yield
     finally:
@@ -94,16 +95,19 @@ class Isolation:
         self._own_filters: tuple[Any, list[Any]] | None = None
         self._modes: tuple[list[Any], list[Any]] = ([], [])
         self._device: Any = None
-        self._random: list[torch.Tensor] | None = None
+        self._random: _States | None = None
 
     def draw_apart(self, seed: int) -> None:
         """Give the block random numbers of its own from the start, and leave the engine its."""
-        before = [generator.get_state() for generator in _generators()]
-        torch.manual_seed(seed)
-        self._random = _swapped(before)
+        self._random = [
+            (generator, torch.Generator(generator.device).manual_seed(seed).get_state())
+            for generator, _ in _states()
+        ]
 
     def enter(self) -> None:
         """The block is about to go on."""
+        if self._random is not None:
+            self._random = _swapped(self._random)
         engine = self._engine = settings()
         self._filters, self._held = warnings.filters, list(warnings.filters)
         own = self._own or engine._replace(grad=False)
@@ -114,8 +118,6 @@ class Isolation:
             for mode in self._modes[1]:
                 dispatches._push_mode(mode)
             _DEVICE.device_context = self._device
-        if self._random is not None:
-            self._random = _swapped(self._random)
         if self._own_filters is not None:
             _set_filters(*self._own_filters)
 
@@ -133,7 +135,7 @@ class Isolation:
         if self._random is not None:
             self._random = _swapped(self._random)
         elif own.seed != engine.seed:
-            self._random = [generator.get_state() for generator in _generators()]
+            self._random = _states()
             # Where the engine's own random numbers were is not known any more: others follow.
             torch.manual_seed(hash((engine.seed, own.seed)))
         if warnings.filters is not self._filters or warnings.filters != self._held:
@@ -173,14 +175,20 @@ def _popped(pop: Any, count: int) -> list[Any]:
     return [pop() for _ in range(count)][::-1]
 
 
-def _generators() -> list[torch.Generator]:
-    return [torch.default_generator, *torch.cuda.default_generators]
+def _states() -> _States:
+    """The states of the random numbers of the devices that this process works with."""
+    used = [
+        generator
+        for generator in torch.cuda.default_generators
+        if _stacks._cuda_hasPrimaryContext(generator.device.index)
+    ]
+    return [(generator, generator.get_state()) for generator in (torch.default_generator, *used)]
 
 
-def _swapped(states: list[torch.Tensor]) -> list[torch.Tensor]:
+def _swapped(states: _States) -> _States:
     """Put states of the random numbers on; gives those that were there."""
-    before = [generator.get_state() for generator in _generators()]
-    for generator, state in zip(_generators(), states, strict=False):
+    before = [(generator, generator.get_state()) for generator, _ in states]
+    for generator, state in states:
         generator.set_state(state)
     return before
 

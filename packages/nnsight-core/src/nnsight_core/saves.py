@@ -73,6 +73,10 @@ class Saves:
         """Note that a value stays on the engine, and what stands for it."""
         self.made.setdefault(id(value), []).append(Saved(value, handle, line, handle=handle))
 
+    def values(self) -> list[Any]:
+        """What may come home, as far as it is known before the block's names are looked at."""
+        return [saved.was for made in self.made.values() for saved in made]
+
     def forget_kept(self) -> None:
         """Let no handle come home."""
         for key, made in list(self.made.items()):

@@ -17,6 +17,7 @@ from nnsight_core.backend import (
     Went,
 )
 from nnsight_core.edits import owner
+from nnsight_core.garbage import uncollected
 from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.values import map_tensors
@@ -57,7 +58,8 @@ class LocalBackend:
         sampling_names().check_invokes(invokes)  # before an engine is built
         engine = self._engine()
         encoder = self._encoder(engine)
-        requests, index_of, refused = requests_of(invokes, encoder, engine.edits)
+        with uncollected():
+            requests, index_of, refused = requests_of(invokes, encoder, engine.edits)
         for index, error in refused.items():
             yield Finished(index, None, error)
         for key, what in engine.run(requests, encoder.blobs):

@@ -10,6 +10,7 @@ from nnsight_core.tree import ModelTree
 from nnsight_core.wire.blocks import check_block, encode_block
 from nnsight_core.wire.code import CodeEncoder
 from nnsight_core.wire.frames import Buffer
+from nnsight_vllm_worker.prompts import Samplings
 from nnsight_vllm_worker.submission import Carried, Request, request_of
 
 
@@ -34,6 +35,7 @@ class BlockEncoder:
         self._tokenizer = tokenizer
         self._pickle = pickle
         self._known: dict[Any, Carried | None] = {}
+        self._samplings = Samplings()
 
     def block(self, invoke: Invoke) -> Carried | None:
         """The block of an invoke, if it has one.
@@ -61,4 +63,5 @@ class BlockEncoder:
         Raises:
             TypeError, ValueError: as `request_of` does, or as `block` does.
         """
-        return request_of(invoke.prompt, invoke.sampling, self.block(invoke), invoke.edits)
+        block = self.block(invoke)
+        return request_of(invoke.prompt, invoke.sampling, block, invoke.edits, self._samplings)

@@ -15,6 +15,7 @@ from typing import Any
 
 from nnsight_core.backend import EditInfo, EditSpec
 from nnsight_core.errors import EngineDeadError
+from nnsight_core.garbage import uncollected
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.kept import KeptValues
 from nnsight_core.outputs import RequestOutput
@@ -214,7 +215,9 @@ class _Batch:
             digests = [d for r in self.requests.values() for d in r.blobs]
             self.engine._put(digests, self.blobs)
             self.used = digests
-            yield from self._add()
+            with uncollected():
+                refused = self._add()
+            yield from refused
             while self.pending:
                 outputs = self._step()
                 yield from self._frames(0.0)
@@ -225,16 +228,19 @@ class _Batch:
         finally:
             self._clean()
 
-    def _add(self) -> Iterator[tuple[str, Frame | Output]]:
+    def _add(self) -> list[tuple[str, Output]]:
+        """Hand the requests over; gives the errors of those that are refused."""
+        refused: list[tuple[str, Output]] = []
         for key, request in self.requests.items():
             try:
                 self._begin(request)
                 startup.add_request(self.engine.llm, key, request)
             except (ValueError, TypeError) as error:
                 self.progress.pop(key, None)
-                yield key, error
+                refused.append((key, error))
             else:
                 self.pending.add(key)
+        return refused
 
     def _begin(self, request: Request) -> None:
         self.engine.edits.begin(request)

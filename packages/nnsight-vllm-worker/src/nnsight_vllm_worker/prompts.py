@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -82,6 +83,38 @@ def sampling_of(arguments: Mapping[str, Any]) -> Any:
             return SamplingParams(**named)
         except TypeError as error:
             raise _wrong_kind(named, error) from None
+
+
+class Samplings:
+    """The `SamplingParams` of one trace's invokes, made once of arguments that are the same."""
+
+    def __init__(self) -> None:
+        self._arguments: Mapping[str, Any] = {}
+        self._params: Any = None
+
+    def of(self, arguments: Mapping[str, Any]) -> Any:
+        """Those of one invoke, which nobody else has.
+
+        Args:
+            arguments: as `sampling_of` takes them, besides an adapter's.
+
+        Raises:
+            TypeError, ValueError: as `sampling_of` does.
+        """
+        if self._params is None or not _same(arguments, self._arguments):
+            named = {name: arguments[name] for name in arguments if name != "lora_request"}
+            self._params, self._arguments = sampling_of(named), arguments
+            # vLLM need not copy all of what is in them for each request, either.
+            self._params.skip_clone = True
+        return copy.copy(self._params)
+
+
+def _same(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+    """Whether two mappings hold the very same objects."""
+    return here is there or (
+        len(here) == len(there)
+        and all(name in there and here[name] is there[name] for name in here)
+    )
 
 
 def _wrong_kind(named: dict[str, Any], error: TypeError) -> TypeError:

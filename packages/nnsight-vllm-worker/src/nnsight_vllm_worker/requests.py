@@ -6,6 +6,7 @@ request is, and leaves with it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
+
+from torch import Tensor
 
 from nnsight_core.code import compile_block
 from nnsight_core.current import current_run
@@ -29,7 +32,7 @@ from nnsight_core.traceback import users_file
 from nnsight_core.watch import Watch
 from nnsight_core.wire.blocks import encode_ended, encode_saved
 from nnsight_core.wire.bounded import BoundedEncoder, Room
-from nnsight_core.wire.data import Encoder
+from nnsight_core.wire.data import Encoder, bring
 from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import (
@@ -110,6 +113,7 @@ class Tracing:
         extra = {"print": _print(self.printed)}
         self.blocks = Blocks(root, self._tree, store, pickle, extra, limit, policy)
         self._allowance = Allowance()
+        self._brought: dict[int, Tensor] = {}
         self._ended: list[Traced] = []
         self._streaming: dict[Traced, None] = {}
         self._show = warnings.showwarning
@@ -237,9 +241,13 @@ class Tracing:
 
     def send(self) -> None:
         """Send what has ended, what is new, and of which runs the finished output is waited for."""
-        for traced in self._ended:
+        ended = [traced for traced in self._ended if not traced.sent]
+        if len(ended) > 1:
+            self._bring(ended)
+        for traced in ended:
             if not traced.sent:
                 self._send(traced)
+        self._brought = {}
         self._ended.clear()
         for traced in list(self._streaming):
             self._stream(traced)
@@ -247,6 +255,12 @@ class Tracing:
             if traced.run.waits_for is RESULT and not traced.waits:
                 traced.waits = True
                 self._emit(EndedMessage(**traced.place, waits=True).frame())
+
+    def _bring(self, ended: list[Traced]) -> None:
+        """Copy what blocks bring home from the device in one go, which is waited for once."""
+        # If it fails (memory is short), each is tried alone and has its own error.
+        with contextlib.suppress(RuntimeError):
+            self._brought = bring(value for t in ended for value in t.run.saves.values())
 
     def _stream(self, traced: Traced) -> None:
         """Say what a block has saved since it was last said, and up to which step that is all."""
@@ -300,7 +314,9 @@ class Tracing:
         return encode_ended(traced.run, *place, traced.notes, traced.told, encoder, **about)
 
     def _encoder(self, traced: Traced) -> Encoder:
-        return Encoder() if traced.room is None else BoundedEncoder(traced.room)
+        encoder = Encoder() if traced.room is None else BoundedEncoder(traced.room)
+        encoder.brought = self._brought
+        return encoder
 
     def _drop(self, run: Run) -> None:
         (run.interleaver or self._watch.interleaver).drop(run)

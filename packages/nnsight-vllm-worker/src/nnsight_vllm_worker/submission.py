@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_core.kept import Kept
 from nnsight_core.wire.frames import Buffer
 from nnsight_core.wire.messages import BlockData, BlockMessage
-from nnsight_vllm_worker.prompts import lora_of, prompt_of, sampling_of
+from nnsight_vllm_worker.prompts import Samplings, lora_of, prompt_of
 from nnsight_vllm_worker.requests import EXTRA, SENT, SEQUENCES, STREAMS
 from nnsight_vllm_worker.vllm_ports.scheduling import KEY, WHOLE
 
@@ -90,16 +90,19 @@ def request_of(
     sampling: dict[str, Any],
     carried: Carried | None = None,
     edits: list[str] | None = None,
+    samplings: Samplings | None = None,
 ) -> Request:
     """The request of an invoke.
+
+    Args:
+        samplings: the sampling arguments of other invokes of its trace.
 
     Raises:
         TypeError: an unknown sampling argument, or a prompt of no known form.
         ValueError: an empty prompt, or a value that vLLM refuses.
     """
-    sampling = dict(sampling)
-    lora = lora_of(sampling.pop("lora_request", None))
-    params = sampling_of(sampling)
+    lora = lora_of(sampling.get("lora_request"))
+    params = (samplings or Samplings()).of(sampling)
     key = uuid.uuid4().hex
     traced = carried is not None
     request = Request(key, prompt_of(prompt), params, traced, params.n, lora=lora, names=edits)

@@ -274,13 +274,14 @@ class Taps:
     def _numbered(self, wanted: tuple[Location, ...], shared: tuple[Location, ...]) -> Numbers:
         """Where in the copies each tensor lies, or in what is gathered, if it is not whole here."""
         copied, gathered = self._lines_of(wanted), self._lines_of(shared)
-        return {
-            at: tuple(
-                (kind, (gathered if isinstance(layout, Split | Sum) else copied)[kind][0].index(line))
-                for (kind, line), layout in zip(tap.places, tap.layouts, strict=True)
-            )
-            for at, tap in ((at, self.taps[at]) for at in wanted)
-        }
+        numbers: Numbers = {}
+        for at in wanted:
+            tap, own = self.taps[at], []
+            for (kind, line), layout in zip(tap.places, tap.layouts, strict=True):
+                lines = gathered if isinstance(layout, Split | Sum) else copied
+                own.append((kind, lines[kind][0].index(line)))
+            numbers[at] = tuple(own)
+        return numbers
 
     def _lines_of(self, wanted: tuple[Location, ...]) -> dict[Kind, tuple[list[int], Tensor]]:
         known = self._lines.get(wanted)

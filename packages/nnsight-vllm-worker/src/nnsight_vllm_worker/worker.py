@@ -18,7 +18,6 @@ from nnsight_vllm_worker.loaded import Loaded
 from nnsight_vllm_worker.settings import EXTENSION
 from nnsight_vllm_worker.vllm_ports import loading, orphans, scheduling, startup
 
-
 _SELDOM = 200
 """How many collections of younger objects come before one of all."""
 

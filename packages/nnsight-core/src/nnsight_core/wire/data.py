@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -39,10 +39,12 @@ class Encoder:
 
     Attributes:
         buffers: the buffers of everything encoded so far.
+        brought: tensors that have been copied from their device before, by id. See `bring`.
     """
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
+        self.brought: Mapping[int, Tensor] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._often: set[int] = set()
         self._seen: dict[int, tuple[int, Any]] = {}
@@ -185,7 +187,8 @@ class Encoder:
         place = self._places.get(id(tensor))
         if place is not None:
             return {"$": "tensor", **form, "b": place[0], "at": place[1]}
-        return {"$": "tensor", **form, "b": self.buffer(tensor_bytes(tensor))}
+        held = self.brought.get(id(tensor), tensor)
+        return {"$": "tensor", **form, "b": self.buffer(tensor_bytes(held))}
 
     def pack(self, *values: Any) -> None:
         """Put the many small tensors of values into few buffers, those of a device in one go.
@@ -197,9 +200,9 @@ class Encoder:
         self._often = {key for key, count in Counter(map(id, tensors)).items() if count > 1}
         alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         for tensor in tensors:
-            small = tensor.numel() * tensor.element_size() <= SMALL
-            if small and tensor.layout is torch.strided and not tensor.is_meta:
-                alike.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
+            if _is_small(tensor):
+                held = self.brought.get(id(tensor), tensor)
+                alike.setdefault((held.dtype, held.device), {})[id(tensor)] = held
         for packed in alike.values():
             size = sum(tensor.numel() * tensor.element_size() for tensor in packed.values())
             if len(packed) > 1 and self.fits(size):
@@ -420,6 +423,30 @@ def loaded(module: str, name: str) -> Any:
         # Not getattr: a module's own `__getattr__` may import more.
         found = getattr(found, "__dict__", {}).get(part)
     return found
+
+
+def bring(values: Iterable[Any]) -> dict[int, Tensor]:
+    """The small tensors of a device that are in values, copied to the host in one go, by id.
+
+    The values have to be there, and stay as they are, for as long as this is used.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+    for tensor in _plain_tensors(values):
+        if not tensor.is_cpu and _is_small(tensor):
+            alike.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
+    brought: dict[int, Tensor] = {}
+    for found in alike.values():
+        together = torch.cat([tensor.reshape(-1) for tensor in found.values()]).cpu()
+        parts = together.split([tensor.numel() for tensor in found.values()])
+        for (key, tensor), part in zip(found.items(), parts, strict=True):
+            brought[key] = part.view(tensor.shape)
+    return brought
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether a tensor may share a buffer with others."""
+    small = tensor.numel() * tensor.element_size() <= SMALL
+    return small and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
