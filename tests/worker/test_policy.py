@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +14,9 @@ from nnsight_core import EncodeError, PolicyError
 from nnsight_core.policy import TRUSTED_PATH
 from nnsight_vllm_worker import VLLM
 from nnsight_vllm_worker.policies import find_policy
-from tests.conftest import _engine
 
 PROMPT = "The Eiffel Tower is in the city of"
 ONE: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def restricted(gpt2_path: str) -> Iterator[VLLM]:
-    with _engine(gpt2_path, policy="restricted", num_gpu_blocks_override=50) as model:
-        yield model
 
 
 @dataclass
