@@ -72,7 +72,7 @@ test-gpu: ## Run the GPU tests with PYTHON (bring vLLM there first: pip install 
 	$(PYTHON) -m pytest -m gpu tests/processes $(ARGS)
 
 test-gpu2: ## Run the tests of several ranks on two GPUs with PYTHON (as test-gpu)
-	$(PYTHON) -m pytest -m gpu2 tests/processes/test_ranks.py $(ARGS)
+	$(PYTHON) -m pytest -m gpu2 $(wildcard tests/processes/test_ranks*.py) $(ARGS)
 	NNSIGHT_TEST_RANKS=2 $(PYTHON) -m pytest -m gpu2 $(RANKS_TESTS) $(ARGS)
 
 wheels: .venv/.ready ## Build the four wheels into dist/

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         for item in items:
             if {"worker", "processes"} & set(item.path.parts):
-                several = RANKS > 1 or item.path.name == "test_ranks.py"
+                several = RANKS > 1 or item.path.name.startswith("test_ranks")
                 item.add_marker(pytest.mark.gpu2 if several else pytest.mark.gpu)
 
 

@@ -111,6 +111,23 @@ async def test_awaited_again_and_again(model: VLLM) -> None:
     torch.testing.assert_close(first.saves["hidden"], hidden)
 
 
+async def test_values_and_writes_are_those_of_transformers(
+    model: VLLM, hf_gpt2: Any, near: Any
+) -> None:
+    found = []
+    for where in (model, hf_gpt2):
+        with where.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
+            inner = where.transformer.h[3].mlp.c_proj.input.save()
+            inner[:, 2 * WIDTH :] *= -0.5  # its second half: on two ranks, what the other one has
+            later = where.transformer.h[9].mlp.output.save()
+            logits = where.logits.save()
+        if where is model:
+            await tracer.backend
+        found.append((inner, later, logits))
+    for here, there in zip(*found, strict=True):
+        near(here, there)
+
+
 async def test_many_prompts_in_one_trace(model: VLLM) -> None:
     prompts = [PROMPT, "Hello", "One two three"]
     with model.trace(max_tokens=3, **GREEDY) as tracer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -22,12 +22,16 @@ from nnsight_vllm_worker import VLLM
 from nnsight_vllm_worker.known import Blocks
 from tests.conftest import _prepare
 from tests.fixtures.ranks import spread
+from tests.fixtures.served import Served
 from tests.processes.test_engine import PROMPT, SETTINGS
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+DEALT = ", experts dealt out"
 FAMILIES = ("gpt2_wide", "llama", "qwen2_moe")
 if os.environ.get("NNSIGHT_TEST_FAMILIES") == "every":
     FAMILIES += ("qwen3", "mixtral")
+if torch.cuda.is_available():  # vLLM's kernels for the CPU cannot
+    FAMILIES += tuple(name + DEALT for name in FAMILIES if name in ("qwen2_moe", "mixtral"))
 
 
 class Pair(NamedTuple):
@@ -40,11 +44,13 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, processes: None) -> Iterator[Pair]:
-    path = _prepare(request.param)
+    path = _prepare(request.param.removesuffix(DEALT))
+    dealt = {"enable_expert_parallel": True} if request.param.endswith(DEALT) else {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         one, two = (
-            stack.enter_context(VLLM(path, dispatch=True, **spread(n, **SETTINGS))) for n in (1, 2)
+            stack.enter_context(VLLM(path, dispatch=True, **spread(n, **SETTINGS, **more)))
+            for n, more in ((1, {}), (2, dealt))
         )
         layers = "transformer.h" if request.param == "gpt2_wide" else "model.layers"
         yield Pair(one, two, layers)
@@ -209,22 +215,90 @@ def test_modules_are_called_with_whole_tensors(pair: Pair) -> None:
     same(*parts)
 
 
+class Cases(NamedTuple):
+    """Blocks as functions, which mean the same on every engine of a model."""
+
+    draws: Callable[[Any], Any]
+    halves: Callable[[Any], Any]
+    forces: Callable[[Any], Any]
+
+
+def cases(model: Any, at: str) -> Cases:
+    fused = next(
+        path
+        for end in (".gate_up_proj", ".c_fc", ".o_proj")
+        for path in model.tree.modules
+        if path.startswith(at) and path.endswith(end)
+    )
+
+    def draws(tracer: Any) -> Any:
+        torch.manual_seed(3)
+        noise, rows = torch.randn(3), []
+        for _ in tracer.all():
+            rows.append(model.get(at).output)
+        return noise, rows
+
+    def halves(tracer: Any) -> Any:
+        logits = []
+        for _ in tracer.all():
+            value = model.get(fused).output[0]
+            value[:, value.shape[1] // 2 :] *= -0.5
+            logits.append(model.logits)
+        return logits
+
+    def forces(tracer: Any) -> Any:
+        logits = []
+        for step in tracer.all():
+            logits.append(model.logits)
+            model.samples[:] = 7 + step
+        return logits
+
+    return Cases(draws, halves, forces)
+
+
+DRAWN: dict[str, Any] = {"seed": 7, "temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
+
+
+def outcome(tracer: Any, output: Any) -> tuple[list[torch.Tensor], list[int]]:
+    return [tensor for _, tensor in tensors(tracer.value)], list(output.outputs[0].token_ids)
+
+
 def test_repeats_are_identical(pair: Pair) -> None:
-    model, at = pair.two, f"{pair.layers}.1"
-    first: Any = None
-    for _ in range(8):
-        with model.trace(PROMPT, seed=7, temperature=1.0, max_tokens=6, ignore_eos=True) as tracer:
-            torch.manual_seed(3)
-            noise = torch.randn(3).save()
-            rows = [].save()
-            for _ in tracer.all():
-                rows.append(model.get(at).output)
-            out = tracer.result.save()
-        values = [noise, *[tensor for _, tensor in tensors(rows)]]
-        if first is None:
-            first = values, out.outputs[0].token_ids
-        assert all(torch.equal(a, b) for a, b in zip(first[0], values, strict=True))
-        assert out.outputs[0].token_ids == first[1]
+    at = f"{pair.layers}.1"
+    here, there = cases(pair.one, at), cases(pair.two, at)
+    for name in (*Cases._fields, "edited"):
+        if name == "edited":
+            pair.one.edit("halves", fn=here.halves)
+            pair.two.edit("halves", fn=there.halves)
+        seen = []
+        for model, each in ((pair.one, here), *[(pair.two, there)] * 8):
+            block = each.draws if name == "edited" else getattr(each, name)
+            tracer = model.trace(PROMPT, fn=block, **DRAWN)
+            seen.append(outcome(tracer, tracer.result))
+        values, ids = zip(*seen, strict=True)
+        same(values[0], values[1])
+        for again in values[2:]:
+            assert all(torch.equal(*two) for two in zip(values[1], again, strict=True))
+        assert len(ids[0]) == 6 and list(ids) == [ids[0]] * 9
+        assert name != "forces" or ids[0] == [7, 8, 9, 10, 11, 12]
+    pair.one.clear_edits()
+    pair.two.clear_edits()
+
+
+def test_the_same_blocks_served(pair: Pair) -> None:
+    if f"{pair.layers}.1.mlp.down_proj" not in pair.one.tree.modules:
+        pytest.skip("one family is enough")
+    at = f"{pair.layers}.1"
+    with Served(_prepare("llama"), **spread(2, **SETTINGS)) as model:
+        assert model.tree.ranks == 2
+        for here, there in zip(cases(pair.two, at), cases(model, at), strict=True):
+            traces = [
+                where.trace(PROMPT, fn=block, **DRAWN)
+                for where, block in ((pair.two, here), (model, there))
+            ]
+            (values, ids), expected = [outcome(trace, trace.result) for trace in traces]
+            same(values, expected[0])
+            assert ids == expected[1] and len(ids) == 6
 
 
 def test_ranks_never_diverge(pair: Pair) -> None:
@@ -301,6 +375,30 @@ def test_what_one_rank_holds_is_refused(pair: Pair) -> None:
     assert (width, heads) == (32, 4)
 
 
+def test_what_one_rank_holds_of_experts_is_refused(pair: Pair) -> None:
+    held = [p for p in pair.one.tree.modules if p.endswith(".1.mlp.experts.routed_experts")]
+    if not held:
+        pytest.skip("other families have no such parts")
+    model = pair.two
+    for name in ("local_num_experts", "intermediate_size_per_partition", "w2_weight", "run"):
+        with pytest.raises(LocationError, match="cannot be had: "):
+            with model.trace(PROMPT, **GREEDY):
+                experts = model.get(held[0])
+                if name == "run":
+                    hidden = model.model.layers[1].mlp.input
+                    experts.forward_monolithic(hidden, hidden).save()
+                else:
+                    getattr(experts, name).save()
+    with model.trace(PROMPT, **GREEDY):
+        mlp = model.model.layers[1].mlp
+        hidden = mlp.input
+        again = mlp.experts(hidden, mlp.gate(hidden)[0]).save()
+        chosen = mlp.experts.routed_experts.top_k.save()
+        done = mlp.experts.output.save()
+    same(again, done)
+    assert chosen == 2
+
+
 def test_what_comes_with_a_block_leaves_the_random_numbers_of_the_engine() -> None:
     nothing: Any = None
     blocks = Blocks(nothing, nothing, nothing, False, {})
@@ -312,69 +410,3 @@ def test_what_comes_with_a_block_leaves_the_random_numbers_of_the_engine() -> No
     blocks.apart = False
     blocks.call(torch.rand, 3)
     assert not torch.equal(torch.default_generator.get_state(), before)
-
-
-@pytest.fixture(scope="module")
-def tapped(processes: None) -> Iterator[tuple[Any, Any]]:
-    """A Llama on one rank, eager; and on two, compiled, with taps that are split over them."""
-    taps = ["resid", "model.layers.*.self_attn.qkv_proj.output"]
-    taps += ["model.layers.*.mlp.gate_up_proj.output", "model.layers.*.mlp.down_proj.input"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        with VLLM(_prepare("llama"), dispatch=True, **spread(1, **SETTINGS)) as one:
-            patch.delenv("TORCH_COMPILE_DISABLE", raising=False)
-            settings = spread(2, **{**SETTINGS, "enforce_eager": False})
-            with (
-                torch._dynamo.config.patch(disable=False),
-                VLLM(_prepare("llama"), dispatch=True, taps=taps, **settings) as two,
-            ):
-                yield one, two
-
-
-def test_taps_of_which_each_rank_has_a_part(tapped: tuple[Any, Any]) -> None:
-    random = torch.Generator().manual_seed(0)
-    vector = torch.randn(512, generator=random)
-    seen, ways = [], []
-    for model in tapped:
-        layers = model.model.layers
-        with model.trace(PROMPT, **GREEDY) as reading:
-            looked = [].save()
-            for _ in reading.all():
-                looked.append(layers[1].self_attn.qkv_proj.output[0])
-                looked.append(layers[2].mlp.gate_up_proj.output[0])
-                looked.append(layers[2].mlp.down_proj.input)
-                looked.append(layers[3].output[0])
-        with model.trace(PROMPT, **GREEDY) as writing:
-            logits = [].save()
-            for _ in writing.all():
-                layers[1].mlp.gate_up_proj.output[0][:] += vector
-                layers[2].self_attn.qkv_proj.output[0][:, 32:96] = 0
-                layers[2].self_attn.qkv_proj.output[0][:, 160:224] *= 2.0
-                logits.append(model.logits)
-        with model.trace(PROMPT, **GREEDY) as free:
-            rest = [].save()
-            for _ in free.all():
-                rows = layers[1].mlp.gate_up_proj.output[0]
-                rows[:, 200:300] = rows[:, 200:300].abs() + rows.mean()
-                rest.append(layers[4].mlp.down_proj.input)
-        outputs = [tracer.result for tracer in (reading, writing, free)]
-        seen.append((looked, logits, rest, [o.outputs[0].token_ids for o in outputs]))
-        ways.append([o.ways for o in outputs])
-    assert ways[1] == [{"deferred": 4}, {"tables": 4}, {"interleaved": 4}]
-    assert ways[0] == [{"eager": 4}] * 3
-    same(seen[0][:3], seen[1][:3])
-    assert seen[0][3] == seen[1][3]
-
-
-def test_a_long_prompt_at_taps_of_which_each_rank_has_a_part(tapped: tuple[Any, Any]) -> None:
-    """More rows than the taps have slots, and several pieces of a prompt."""
-    seen = []
-    for model in tapped:
-        with model.trace([5 + i % 300 for i in range(200)], **GREEDY) as tracer:
-            one = model.model.layers[1].self_attn.qkv_proj.output[0].save()
-            two = model.model.layers[2].mlp.down_proj.input.save()
-            out = tracer.result.save()
-        assert one.shape == (200, 256) and two.shape == (200, 256)
-        seen.append((one, two, out.outputs[0].token_ids))
-    same(seen[0][:2], seen[1][:2])
-    assert seen[0][2] == seen[1][2]

@@ -47,6 +47,20 @@ def test_tokens_cannot_be_dealt_out_over_ranks() -> None:
             parallel.check(config)
 
 
+@pytest.mark.local
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's kernels for the CPU are at fault")
+def test_experts_cannot_be_dealt_out_on_the_cpu() -> None:
+    config = SimpleNamespace(
+        compilation_config=CompilationConfig(),
+        parallel_config=ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True),
+        model_config=SimpleNamespace(is_moe=False),
+    )
+    parallel.check(config)
+    config.model_config.is_moe = True
+    with pytest.raises(EngineError, match="enable_expert_parallel=True cannot be had on the CPU"):
+        parallel.check(config)
+
+
 def test_a_pattern_that_names_no_tap(
     gpt2: Any, gpt2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

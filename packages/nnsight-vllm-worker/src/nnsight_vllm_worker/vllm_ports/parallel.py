@@ -12,7 +12,9 @@ Relies on (vLLM 0.26.0 and 0.27.1):
 - `VocabParallelEmbedding` holds rows of the vocabulary, and its output is whole.
 - A feed-forward part ends with `down_proj`. `Attention` gives each rank's heads; activations
   `...AndMul` of `layers/activation.py` make one column of two. Experts give back what has been
-  reduced, unless `skip_final_all_reduce`.
+  reduced, unless `skip_final_all_reduce`, whether each rank has a part of every expert or some
+  experts whole: without data parallelism all ranks have all tokens. `RoutedExperts` holds them.
+- The CPU's kernels for experts take no heed of which of them a rank has.
 """
 
 from __future__ import annotations
@@ -48,8 +50,11 @@ def check(config: Any) -> None:
     """Refuse what a configuration asks for that blocks cannot have on several ranks.
 
     Raises:
-        EngineError: tokens are dealt out over the ranks, or each rank has a holder of its own.
+        EngineError: tokens are dealt out over the ranks, each rank has a holder of its own, or
+            vLLM cannot deal out experts here.
     """
+    from vllm.platforms import current_platform
+
     passes = config.compilation_config.pass_config
     for name in ("enable_sp", "fuse_gemm_comms"):
         if getattr(passes, name, False):
@@ -62,6 +67,13 @@ def check(config: Any) -> None:
         raise EngineError(
             f"distributed_executor_backend={backend!r} cannot be had: each rank would have a "
             "holder of its own, of which the first one alone would hear of blocks."
+        )
+    experts = config.parallel_config.enable_expert_parallel and config.model_config.is_moe
+    if experts and current_platform.is_cpu():
+        raise EngineError(
+            "enable_expert_parallel=True cannot be had on the CPU: vLLM's kernels there look for "
+            "every expert on every rank, and die of it. Leave it out, and each rank has a part of "
+            "every expert."
         )
 
 
@@ -128,6 +140,7 @@ class Layers:
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         from vllm.model_executor.layers import activation, linear, vocab_parallel_embedding
         from vllm.model_executor.layers.attention import Attention, MLAAttention
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
         from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import (
             MoERunnerInterface,
         )
@@ -145,6 +158,12 @@ class Layers:
             for path, module in modules.items()
             if ".layers.mamba." in type(module).__module__
             for name, _ in module.named_modules()
+        }
+        self._dealt = {
+            id(part)
+            for module in modules.values()
+            if isinstance(module, RoutedExperts)
+            for part in module.modules()
         }
 
     def told(
@@ -189,7 +208,7 @@ class Layers:
         mine = {
             f"{path}.{name}": (tuple(tensor.shape), some(tensor))
             for path, module in self._modules.items()
-            if not self.splits(path) and ".fused_moe." not in type(module).__module__
+            if not self.splits(path)
             for held in (module._parameters, module._buffers)
             for name, tensor in held.items()
             if tensor is not None and not hasattr(tensor, "weight_loader")
@@ -279,7 +298,8 @@ class Layers:
         linear = isinstance(layer, self._linear.LinearBase) and layer.tp_size > 1
         kinds = (self._embedding.VocabParallelEmbedding, *self._attention, self._experts)
         name = type(layer).__name__
-        return linear or isinstance(layer, kinds) or name == "LogitsProcessor"
+        known = isinstance(layer, kinds) or name == "LogitsProcessor"
+        return linear or known or id(layer) in self._dealt
 
     def _of_linear(self, layer: Any, side: str) -> dict[int, Layout]:
         if side == "output":
