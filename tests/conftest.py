@@ -162,6 +162,13 @@ def tight(gpt2_path: str) -> Iterator[VLLM]:
 
 
 @pytest.fixture(scope="session")
+def restricted(gpt2_path: str) -> Iterator[VLLM]:
+    """The GPT-2 in an engine whose blocks run under the restricted policy."""
+    with _engine(gpt2_path, policy="restricted", num_gpu_blocks_override=50) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
 def compiled_tight(gpt2_path: str) -> Iterator[VLLM]:
     """The GPT-2, compiled, in an engine whose passes take 32 tokens."""
     with _compiled(gpt2_path, max_num_batched_tokens=32, num_gpu_blocks_override=40) as model:

@@ -362,6 +362,22 @@ def test_infinite_log_probabilities_come_through() -> None:
     assert read_message(read_frame(message.frame().to_bytes())) == message
 
 
+def test_who_counts_memory_is_asked_before_a_body_is_unpacked():
+    large = Frame({"kind": "printed"}, [bytes(1 << 20)])
+    told: list[int] = []
+    reader = FrameReader(unpacks=told.append)
+    for packed in (False, True):
+        [frame] = reader.feed(large.to_bytes(packed))
+        assert bytes(frame.buffers[0]) == bytes(1 << 20)
+    assert told == [1 << 20]
+
+    def refuse(size: int) -> None:
+        raise MemoryError(size)
+
+    with pytest.raises(MemoryError):
+        list(FrameReader(unpacks=refuse).feed(large.to_bytes(True)))
+
+
 def test_a_text_that_is_no_unicode_comes_through_in_part() -> None:
     frame = PrintedMessage(key="0", text="file \udcff ünd").frame()
     assert expect(read_frame(frame.to_bytes()), PrintedMessage).text == "file ? ünd"

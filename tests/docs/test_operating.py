@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from nnsight_serve.bodies import Bodies
 from nnsight_serve.cli import _parser
 from nnsight_serve.limits import Limits
 from nnsight_serve.metrics import EngineMetrics, Metrics
@@ -37,7 +38,7 @@ def test_the_page_lists_every_metric_with_its_labels() -> None:
     )
     counts = dict.fromkeys(("live", "keep_bytes", "blob_bytes", "entries"), 0)
     pulse: Any = SimpleNamespace(counts=counts)
-    state = EngineMetrics(engine, pulse, Limits(None, 1))
+    state = EngineMetrics(engine, pulse, Limits(None, 1), Bodies(1, 1))
     collectors = [*metrics.registry._collector_to_names]
     kept = {
         f"{c._name}{'_total' if c._type == 'counter' else ''}": list(c._labelnames) or [""]  # type: ignore[attr-defined]

@@ -315,6 +315,7 @@ async def test_edits(model: VLLM) -> None:
         for _ in tracer.all():
             norms.append(model.transformer.h[3].output[-1].norm())
     assert edit.info.name == "probe" and [info.id for info in model.edits] == [edit.id]
+    assert await model.aedits() == model.edits
     outputs = await model.generate([PROMPT, "Hello"], max_tokens=3, use_tqdm=False, **GREEDY)
     assert [len(output.saves["norms"]) for output in outputs] == [3, 3]
     with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
@@ -395,6 +396,11 @@ async def test_kept_values_while_others_are_streamed(model: VLLM) -> None:
         norms = [h.norm() for h in (donor, first, second)].save()
     await tracer.backend
     assert len(norms) == 3
+
+
+async def test_the_tree_is_known_once_a_model_is_entered(model: VLLM) -> None:
+    assert await model.__aenter__() is model
+    assert not model.tree.provisional and len(model.transformer.h) == 12
 
 
 async def test_aborted_before_it_began(model: VLLM) -> None:

@@ -14,15 +14,19 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from nnsight_client import VLLM
-from nnsight_core import BlockTimeout, BusyError, PolicyError, SaveLimitError
+from nnsight_core import BlockTimeout, BusyError, Edit, PolicyError, SaveLimitError
 from nnsight_core.wire.messages import InvokeData, TraceMessage
 from tests.fixtures.server import Server, serving
 
 PROMPT = "The Eiffel Tower is in the city of"
 MAX_SAVES = 50_000
+MAX_BODY = 2_000_000
+LARGE = 1_800_000
+EDIT_BYTES = 400_000
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +37,8 @@ def limited(gpt2_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     keys.write_text("# for the tests\nann:key of ann\nbob:key of bob\ncarl:key of carl\n")
     flags = ["--api-keys-file", str(keys), "--max-concurrent", "4", "--max-requests", "6"]
     flags += ["--max-saves", str(MAX_SAVES), "--block-timeout", "1", "--log-format", "json"]
+    flags += ["--max-body", str(MAX_BODY), "--max-bodies", "3000000"]
+    flags += ["--max-edits", "3", "--edit-bytes", str(EDIT_BYTES)]
     with serving(folder, gpt2_path, *flags) as server:
         server.key = "key of carl"
         yield server
@@ -44,10 +50,19 @@ def client_of(server: Server, path: str, name: str) -> VLLM:
 
 def asking(server: Server, name: str, requests: int, **headers: str) -> httpx.Response:
     """The answer to some plain requests of a caller."""
-    invokes = [InvokeData(prompt=PROMPT, sampling={"max_tokens": 2})] * requests
-    body = TraceMessage(invokes=invokes).frame().to_bytes()
+    return sent(server, body_of(requests), name, **headers)
+
+
+def sent(server: Server, body: Any, name: str = "carl", **headers: str) -> httpx.Response:
+    """The answer to a body."""
     headers = {"Authorization": f"Bearer key of {name}", **headers}
     return httpx.post(f"{server.url}/v1/trace", content=body, headers=headers, timeout=60)
+
+
+def body_of(requests: int, size: int = 0, compress: bool = False) -> bytes:
+    """Plain requests, in a body of a size."""
+    invokes = [InvokeData(prompt=PROMPT, sampling={"max_tokens": 2})] * requests
+    return TraceMessage(invokes=invokes).frame([bytes(size)]).to_bytes(compress)
 
 
 def measured(server: Server) -> dict[tuple[str, ...], float]:
@@ -55,6 +70,13 @@ def measured(server: Server) -> dict[tuple[str, ...], float]:
     text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return {(s.name, *s.labels.values()): s.value for s in samples}
+
+
+def settled(server: Server) -> dict[tuple[str, ...], float]:
+    """The same, once every request is over; that is a little after its answer."""
+    while (found := measured(server))["nnsight_requests_open", "trace"]:
+        time.sleep(0.05)
+    return found
 
 
 def logged(server: Server, **about: Any) -> list[dict[str, Any]]:
@@ -87,12 +109,16 @@ def stopped(server: Server) -> Iterator[None]:
 
 
 @contextmanager
-def filled(server: Server, **requests: int) -> Iterator[list[httpx.Response]]:
-    """While so many requests of each are in the engine; gives their answers in the end."""
+def filled(server: Server, size: int = 0, **requests: int) -> Iterator[list[httpx.Response]]:
+    """While so many requests of each are in the engine; gives their answers in the end.
+
+    Args:
+        size: how large their bodies are.
+    """
     answers: list[httpx.Response] = []
 
     def ask(name: str, count: int) -> None:
-        answers.append(asking(server, name, count))
+        answers.append(sent(server, body_of(count, size), name))
 
     asks = [threading.Thread(target=ask, args=pair) for pair in requests.items()]
     with stopped(server):
@@ -144,6 +170,78 @@ def test_what_could_never_be_taken_is_told_so(limited):
     assert refused.status_code == 413 and "retry-after" not in refused.headers
     assert refused.json()["error"]["limit"] == 4
     assert "several traces" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("way", ["whole", "chunked", "packed"])
+def test_bodies_take_so_much_memory_and_no_more(limited, way):
+    body = body_of(1, LARGE, compress=way == "packed")
+    assert (len(body) > LARGE) is (way != "packed")
+    with filled(limited, LARGE, ann=1) as answers:
+        refused = sent(limited, iter([body]) if way == "chunked" else body)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "BusyError"
+        assert "--max-bodies" in refused.json()["error"]["message"]
+        assert LARGE < measured(limited)["nnsight_body_bytes",] < LARGE + 1000
+    assert [answer.status_code for answer in answers] == [200]
+    assert sent(limited, body).status_code == 200
+    assert settled(limited)["nnsight_body_bytes",] == 0
+
+
+def test_every_body_is_limited_and_not_only_frames(limited):
+    body = b'{"ids": ["' + bytes(MAX_BODY) + b'"]}'
+    headers = {"Authorization": "Bearer key of ann", "Content-Type": "application/json"}
+    for content in (body, iter([body])):
+        answer = httpx.post(f"{limited.url}/v1/kept/free", content=content, headers=headers)
+        assert answer.status_code == 413 and answer.json()["error"]["limit"] == MAX_BODY
+
+
+@pytest.fixture
+def editors(limited: Server, gpt2_path: str) -> Iterator[tuple[VLLM, VLLM]]:
+    with client_of(limited, gpt2_path, "ann") as ann, client_of(limited, gpt2_path, "bob") as bob:
+        yield ann, bob
+        ann.clear_edits()
+        bob.clear_edits()
+
+
+def install(model: VLLM, size: int = 0, **about: Any) -> Edit:
+    """An edit that uses a tensor of so many bytes."""
+    vector = torch.zeros(size // 4)
+    with model.edit("probe", **about) as (tracer, edit):
+        seen = vector.sum().save()
+    return edit
+
+
+def test_a_key_has_so_many_edits_and_no_more(limited, editors):
+    ann, bob = editors
+    edits = [install(ann) for _ in range(3)]
+    with pytest.raises(BusyError, match=r"3 edits of this key .* 3 \(--max-edits\)") as caught:
+        install(ann)
+    assert caught.value.retry_after is None
+    install(bob)
+    # One that was cleared is there for as long as a request needs it.
+    with filled(limited, ann=1):
+        edits[0].clear()
+        with pytest.raises(BusyError, match="requests that go on"):
+            install(ann)
+    assert limited.empty()
+    install(ann, ttl=0.1)
+    time.sleep(0.2)
+    install(ann)
+    assert [info.owner for info in bob.edits].count("ann") == 3
+
+
+def test_the_edits_of_a_key_take_so_much_memory_and_no_more(editors):
+    ann, bob = editors
+    edit = install(ann, 300_000)
+    assert 300_000 < edit.info.bytes < 310_000
+    with pytest.raises(BusyError, match=r"of this key have 30\d+ bytes.*--edit-bytes"):
+        install(ann, 100_000)
+    with pytest.raises(ValueError, match=f"have {EDIT_BYTES} here"):
+        install(ann, EDIT_BYTES)
+    install(ann, 50_000)
+    install(bob, 300_000)
+    edit.clear()
+    install(ann, 300_000)
 
 
 def test_a_request_that_saves_too_much_is_an_error_of_its_own(limited, gpt2_path):

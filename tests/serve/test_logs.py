@@ -10,6 +10,7 @@ import pytest
 
 from nnsight_serve import logs
 from nnsight_serve.accounts import Account
+from nnsight_serve.bodies import Bodies
 from nnsight_serve.limits import Limits
 from nnsight_serve.metrics import Metrics
 
@@ -27,7 +28,7 @@ def closed(path: str = "/v1/trace", status: int = 200, **said: Any) -> Account:
     """The account of a request that is over."""
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     metrics = Metrics()
-    account = Account(scope, Limits(None, 1), metrics)
+    account = Account(scope, Limits(None, 1), Bodies(1000, 1000), metrics)
     metrics.opened(account)
     account.status, account.over = status, True
     for name, value in said.items():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nnsight_client.encoding import TraceEncoder
+from nnsight_client.told import Told
 from nnsight_core.backend import Ended, Event, Finished, Invoke, Saved, Went
 from nnsight_core.errors import ProtocolError
 from nnsight_core.kept import KeptValues
@@ -24,6 +25,7 @@ class Asked:
         tokenizer: gives the model's tokenizer if this process has loaded it.
         check: refuses a block that names what is not there.
         kept: the values that stay on the server's engine.
+        told: takes what the answer says of the server's state.
 
     Attributes:
         encoder: holds what is to be sent.
@@ -43,6 +45,7 @@ class Asked:
         tokenizer: Callable[[], Any],
         check: Callable[[Invoke], None],
         kept: KeptValues,
+        told: Told,
     ) -> None:
         self.encoder = TraceEncoder(tokenizer, kept)
         self.refused: list[Event] = []
@@ -51,6 +54,7 @@ class Asked:
         self._invokes = invokes
         self._url = url
         self._kept = kept
+        self._told = told
         self._went: dict[int, WentReader] = {}
         for index, invoke in enumerate(invokes):
             try:
@@ -76,6 +80,9 @@ class Asked:
             return
         if isinstance(message, DoneMessage):
             self.done = True
+            if message.edits is not None:
+                self._told.take(message.edits)
+                self._told.keep_seconds = message.keep_seconds
             return
         index = self._index(getattr(message, "key", ""))
         if isinstance(message, WentMessage):

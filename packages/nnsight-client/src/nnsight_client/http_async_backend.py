@@ -16,9 +16,9 @@ from nnsight_client.http_backend import HttpBackend, check, sendable
 from nnsight_client.patience import sending_async
 from nnsight_client.refusals import error_of, missing_in
 from nnsight_core.async_run import need_loop
-from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
+from nnsight_core.backend import EditInfo, EditList, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
-from nnsight_core.errors import EngineError
+from nnsight_core.errors import EngineError, NNsightError
 from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import MEDIA_TYPE, Frame, FrameReader
@@ -28,15 +28,18 @@ class HttpAsyncBackend:
     """Runs invokes on an nnsight server. See `nnsight_core.AsyncBackend`.
 
     Args:
-        now: the backend of the same server that waits for its answers; what has to be known at
-            once goes through it.
+        now: the backend of the same server that waits for its answers; what both do is its.
 
     Attributes:
         now: as given.
+        kept: what blocks kept on the server's engine for this process.
     """
 
     def __init__(self, now: HttpBackend, api_key: str | None = None) -> None:
         self.now = now
+        # Whoever lists values, or lets go of them, is not to wait for the server.
+        self.kept = now.kept = KeptValues(self)
+        self._freeing: set[asyncio.Task[None]] = set()
         self._api_key = api_key
         self._http: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -55,17 +58,14 @@ class HttpAsyncBackend:
             yield event
         if not asked.sent:
             return
-        about = {**self.now.about(), "streams": streaming}
+        if self._freeing:
+            await asyncio.wait(self._freeing)  # else there might be no room yet for new ones
+        about = {**self.now.about(), "streams": streaming, "tells": True}
         with asked.answered(about["freed"]):
             async with aclosing(self._frames(asked, about)) as frames:
                 async for frame in frames:
                     for event in asked.events(frame):
                         yield event
-
-    @property
-    def kept(self) -> KeptValues:
-        """What blocks kept on the server's engine for this process."""
-        return self.now.kept
 
     async def describe(self) -> ModelTree:
         return await asyncio.to_thread(self.now.describe)
@@ -93,18 +93,52 @@ class HttpAsyncBackend:
         if ids == []:
             return  # which the address cannot say
         params = {} if ids is None else {"id": ids}
-        with speaking(self.now.url):
-            answer = await self._send("DELETE", "/v1/edits", params=params)
-        if not answer.is_success:
-            raise error_of(answer, self.now.url)
+        answer = await self._ask("DELETE", "/v1/edits", params=params)
+        self.now.told.take(EditList.model_validate(answer.json()))
         self.now.cleared(ids)
 
     def edits(self) -> list[EditInfo]:
-        return self.now.edits()
+        return self.now.told.edits()
+
+    async def aedits(self) -> list[EditInfo]:
+        answer = await self._ask("GET", "/v1/edits")
+        self.now.told.take(EditList.model_validate(answer.json()))
+        return self.edits()
+
+    def let_go(self, ids: list[str], why: str) -> None:
+        """Let kept values go, soon. See `nnsight_core.kept.Holder`."""
+        try:
+            task = asyncio.get_running_loop().create_task(self._free(ids, why))
+        except RuntimeError:
+            self.kept.disown(ids)  # the next trace tells of them
+            return
+        self._freeing.add(task)
+        task.add_done_callback(self._freeing.discard)
+
+    async def _free(self, ids: list[str], why: str) -> None:
+        try:
+            await self._ask("POST", "/v1/kept/free", json={"ids": ids, "why": why})
+        except NNsightError:
+            self.kept.disown(ids)
+
+    def list_kept(self) -> list[tuple[str, int, float]]:
+        """The kept values of this process whose time is not over. See `nnsight_core.kept.Holder`.
+
+        Of those that left the server otherwise nothing is known here.
+        """
+        most = self.now.told.keep_seconds
+        found = [(handle.id, handle.bytes, handle.age) for handle in self.kept.handles()]
+        return [row for row in found if most is None or row[2] <= most]
 
     async def aclose(self) -> None:
+        ids = self.kept.ended()
+        self.kept.close()
         # Those of a loop that has ended are closed with it.
         if self._http is not None and self._loop is need_loop():
+            if ids:
+                self.let_go(ids, "its handle was freed")
+            if self._freeing:
+                await asyncio.wait(self._freeing)
             await self._http.aclose()
         await asyncio.to_thread(self.now.close)
 
@@ -130,6 +164,13 @@ class HttpAsyncBackend:
         async with sending_async(send, self.now.retries) as response:
             await response.aread()
         return response
+
+    async def _ask(self, method: str, path: str, **what: Any) -> httpx.Response:
+        with speaking(self.now.url):
+            answer = await self._send(method, path, **what)
+        if not answer.is_success:
+            raise error_of(answer, self.now.url)
+        return answer
 
     async def _frames(self, asked: Asked, about: dict[str, Any]) -> AsyncGenerator[Frame, None]:
         """Ask for a trace; the frames that come back, as they come."""

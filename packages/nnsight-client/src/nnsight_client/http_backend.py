@@ -15,7 +15,8 @@ from nnsight_client.direct import frames_in
 from nnsight_client.encoding import TraceEncoder
 from nnsight_client.patience import RETRIES, sending
 from nnsight_client.refusals import error_of, missing_in, no_server, other_version, refusal_in
-from nnsight_core.backend import EditInfo, EditSpec, Event, Invoke
+from nnsight_client.told import Told
+from nnsight_core.backend import EditInfo, EditList, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
 from nnsight_core.errors import LocationError, NNsightError
 from nnsight_core.kept import Kept, KeptValues
@@ -40,6 +41,7 @@ class HttpBackend:
     Attributes:
         url, verify, retries: as given.
         kept: what blocks kept on the server's engine for this process.
+        told: what its answers have said of its state.
         held: contents of large tensors that the server has, as far as is known.
 
     Raises:
@@ -59,6 +61,7 @@ class HttpBackend:
         self.verify = verify
         self.retries = retries
         self.kept = KeptValues(self)
+        self.told = Told()
         self.held: set[str] = set()
         self._tokenizer = tokenizer
         self._tree = tree
@@ -101,7 +104,7 @@ class HttpBackend:
         self.cleared(ids)
 
     def edits(self) -> list[EditInfo]:
-        return _infos(self._ask("GET", "/v1/edits").json())
+        return EditList.model_validate(self._ask("GET", "/v1/edits").json()).edits
 
     def describe(self) -> ModelTree:
         """The tree of the model that is served.
@@ -169,7 +172,7 @@ class HttpBackend:
         if self._names is not None:
             self._names.check_invokes(invokes)
         check = _anything if later else self._check
-        return Asked(invokes, self.url, self._tokenizer, check, self.kept)
+        return Asked(invokes, self.url, self._tokenizer, check, self.kept, self.told)
 
     def about(self) -> dict[str, Any]:
         """What a trace tells the server besides its invokes."""
@@ -194,7 +197,8 @@ class HttpBackend:
             raise refusal
         if not answer.is_success:
             raise error_of(answer, self.url)
-        info = EditInfo.model_validate(answer.json())
+        self.told.take(EditList.model_validate(answer.json()))
+        info = EditInfo.model_validate(answer.json()["edit"])
         self.held |= set(encoder.blobs)
         self._of_edits[info.id] = encoder.handles
         return info
@@ -272,7 +276,3 @@ def check(response: httpx.Response, url: str) -> None:
     kind = response.headers.get("content-type", "")
     if kind != MEDIA_TYPE:
         raise no_server(url, f"it answers a trace with {kind or 'nothing'}")
-
-
-def _infos(answer: Any) -> list[EditInfo]:
-    return [EditInfo.model_validate(info) for info in answer["edits"]]

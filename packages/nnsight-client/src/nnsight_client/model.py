@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nnsight_client.configuration import choose
 from nnsight_client.servers import Servers
@@ -135,6 +135,10 @@ class VLLM(Model):
         await self._servers.aclose()
         if self._local is not None:
             await self._local.aclose()
+
+    async def __aenter__(self) -> Self:
+        # A model without a server of its own has no tree to be asked for.
+        return self if self._serve is None and self._local is None else await super().__aenter__()
 
     def _recalled(self) -> ModelTree | None:
         """The tree as this machine knows it from earlier, which the server's may differ from."""

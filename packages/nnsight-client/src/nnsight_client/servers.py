@@ -86,7 +86,9 @@ class Servers:
             return known
         from nnsight_client.http_async_backend import HttpAsyncBackend
 
-        return self._async.setdefault((url, api_key), HttpAsyncBackend(known, api_key))
+        if (url, api_key) not in self._async:
+            self._async[url, api_key] = HttpAsyncBackend(known, api_key)
+        return self._async[url, api_key]
 
     def close(self) -> None:
         """Close the connections."""

@@ -64,6 +64,7 @@ class EditInfo(BaseModel):
         requests: how many requests it has run in, or is running in.
         seconds: how long its block has held the engine in requests that are over.
         errors: in how many requests it has raised.
+        bytes: how much memory its block takes, and the outside tensors that it uses.
     """
 
     id: str
@@ -76,6 +77,19 @@ class EditInfo(BaseModel):
     requests: int = 0
     seconds: float = 0.0
     errors: int = 0
+    bytes: int = 0
+
+
+class EditList(BaseModel):
+    """The edits that are installed, in the order of their installation.
+
+    Attributes:
+        now: when they were, in seconds since 1970 by the clock of who says it; later lists have
+            later ones.
+    """
+
+    edits: list[EditInfo]
+    now: float
 
 
 @dataclass(slots=True)
@@ -224,6 +238,14 @@ class AsyncBackend(Protocol):
         ...
 
     def edits(self) -> list[EditInfo]:
+        """The edits that are installed, as far as is known here without waiting.
+
+        Raises:
+            NotSupportedError: nothing is known yet.
+        """
+        ...
+
+    async def aedits(self) -> list[EditInfo]:
         """The edits that are installed, in the order of their installation."""
         ...
 

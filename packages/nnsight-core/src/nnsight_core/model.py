@@ -142,8 +142,16 @@ class Model(Root):
 
     @property
     def edits(self) -> list[EditInfo]:
-        """The edits that are installed, in the order of their installation."""
+        """The edits that are installed, in the order of their installation.
+
+        Of a server, with `mode="async"`, as its last answer said it; see `aedits`.
+        """
         return self._edit_backend({}).edits()
+
+    async def aedits(self) -> list[EditInfo]:
+        """As `edits`, asked anew where that takes a while, for a model in `mode="async"`."""
+        backend = self._edit_backend({})
+        return await backend.aedits() if _is_async(backend) else backend.edits()
 
     def clear_edits(self) -> None:
         """Clear all edits; requests that have begun with them end with them."""
@@ -233,6 +241,13 @@ class Model(Root):
         if _is_async(self._backend):
             raise NotSupportedError("This model is in mode='async': `await model.aclose()`.")
         self._backend.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for a model in `mode="async"`."""
+        if _is_async(self._backend):
+            await self._backend.aclose()
+        else:
+            self.close()
 
     def generate(self, prompts: Any, *, use_tqdm: bool | None = None, **sampling: Any) -> Any:
         """Plain generation, for one prompt or a list of them; the installed edits run in it.
@@ -362,6 +377,26 @@ class Model(Root):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        """For a model in `mode="async"`: its tree is known from here on, without holding the loop.
+
+        Example:
+            >>> async with VLLM("openai-community/gpt2", mode="async") as model:
+            ...     print(len(model.transformer.h), model.taps)
+        """
+        backend = self._backend_for({})
+        if _is_async(backend):
+            self._places.tree, self._places.sure = await backend.describe(), True
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
 
     def __str__(self) -> str:
         return str(self.tree)

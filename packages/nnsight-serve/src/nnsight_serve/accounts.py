@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nnsight_core.errors import EngineDeadError
 from nnsight_core.wire.frames import Frame
+from nnsight_serve.bodies import Bodies, Body
 from nnsight_serve.limits import Limits
 from nnsight_serve.logs import log_request
 from nnsight_serve.metrics import Metrics
@@ -44,9 +45,10 @@ class Account:
         received, sent: bytes of its body, and of its answer's.
         saved: bytes of what its blocks saved.
         error: the first error that was told to the client, as `Type: message`.
+        body: counts what its body has in memory.
     """
 
-    def __init__(self, scope: Scope, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, scope: Scope, limits: Limits, bodies: Bodies, metrics: Metrics) -> None:
         given = Headers(scope=scope).get(ID, "")
         self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         self.method: str = scope["method"]
@@ -58,6 +60,7 @@ class Account:
         self.received = self.sent = self.saved = 0
         self.error: str | None = None
         self.over = False
+        self.body = Body(bodies)
         self._worst = "ok"
         self._began = perf_counter()
         self._limits = limits
@@ -89,6 +92,7 @@ class Account:
 
     def close(self) -> None:
         """It is over."""
+        self.body.close()
         if self.requests:
             self._limits.leave(self.caller, self.requests)
         self._metrics.closed(self)
@@ -129,21 +133,24 @@ _ORDER = ("ok", "refused", "block_error", "engine")
 class Accounts:
     """Middleware that keeps an account of each request, as `request.state.account`."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, bodies: Bodies, metrics: Metrics) -> None:
         self._app = app
         self._limits = limits
+        self._bodies = bodies
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        account = Account(scope, self._limits, self._metrics)
+        account = Account(scope, self._limits, self._bodies, self._metrics)
         scope.setdefault("state", {})["account"] = account
 
         async def received() -> Message:
             message = await receive()
-            account.received += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            account.received += size
+            account.body.take(size)
             return message
 
         async def sent(message: Message) -> None:
@@ -156,7 +163,7 @@ class Accounts:
                 account.over = not message.get("more_body", False)
 
         if account.path in PROBES:
-            await self._app(scope, received, sent)
+            await self._app(scope, receive, sent)
             return
         self._metrics.opened(account)
         try:
@@ -174,6 +181,7 @@ class Accounts:
     async def _answer(self, account: Account, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._limits.refuse_if_closing()
+            account.body.expect(int(Headers(scope=scope).get("content-length", 0)))
         except Refused as refused:
             response = await answer(Request(scope), refused)
             await response(scope, receive, send)

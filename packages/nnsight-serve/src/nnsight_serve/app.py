@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from nnsight_serve.accounts import Accounts
+from nnsight_serve.bodies import Bodies
+from nnsight_serve.edit_limits import EditLimits
 from nnsight_serve.handles import Handles
 from nnsight_serve.limits import Limits
 from nnsight_serve.metrics import EngineMetrics, Metrics
@@ -32,6 +34,7 @@ def create_app(settings: Settings) -> FastAPI:
     """
 
     limits = Limits(settings.max_concurrent, settings.max_requests)
+    bodies = Bodies(settings.max_body, settings.max_bodies)
     metrics = Metrics()
 
     @asynccontextmanager
@@ -54,7 +57,7 @@ def create_app(settings: Settings) -> FastAPI:
             raise
         app.state.engine = engine
         app.state.pulse = Pulse(engine)
-        metrics.registry.register(EngineMetrics(engine, app.state.pulse, limits))
+        metrics.registry.register(EngineMetrics(engine, app.state.pulse, limits, bodies))
         try:
             app.state.openai = await openai_app(engine, arguments)
             yield
@@ -67,7 +70,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.failure = None
     app.state.limits = limits
     app.state.metrics = metrics
-    app.add_middleware(Accounts, limits=limits, metrics=metrics)
+    app.state.bodies = bodies
+    app.state.edit_limits = EditLimits(settings.max_edits, settings.edit_bytes)
+    app.add_middleware(Accounts, limits=limits, bodies=bodies, metrics=metrics)
     app.state.uploads = Uploads(settings.max_uploads)
     app.state.handles = Handles(settings.keep_seconds)
     app.include_router(open_routes)

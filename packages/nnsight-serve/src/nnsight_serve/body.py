@@ -10,6 +10,7 @@ from fastapi import Request
 
 from nnsight_core.errors import CaptureError, NotSupportedError, PolicyError, ProtocolError
 from nnsight_core.wire.frames import MEDIA_TYPE, VERSION, Frame, FrameReader, FrameTooLarge
+from nnsight_serve.bodies import too_large
 from nnsight_serve.refusals import Refused
 from nnsight_serve.uploads import Missing
 
@@ -20,22 +21,17 @@ ANSWERED = {**_FRAMES, "description": "Frames of the nnsight protocol, as they a
 """An answer of frames, as the description of a route has it."""
 
 
-async def read_frame(request: Request, limit: int) -> Frame:
+async def read_frame(request: Request) -> Frame:
     """The frame that a request's body is.
 
     Raises:
-        Refused: it is none, none of this version, or larger than `limit` bytes.
+        Refused: it is none, none of this version, or larger than one may be now, or ever.
     """
-    if int(request.headers.get("content-length", 0)) > limit:
-        raise too_large(limit)
-    reader = FrameReader(limit)
+    limit = request.app.state.bodies.of_one
+    reader = FrameReader(limit, request.state.account.body.unpack)
     frames: list[Frame] = []
-    size = 0
     try:
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise too_large(limit)
             if reader.packed:
                 # To unpack much would make every other request wait.
                 frames += await asyncio.to_thread(lambda chunk=chunk: list(reader.feed(chunk)))
@@ -74,12 +70,3 @@ def decoded() -> Iterator[None]:
 def malformed(error: ProtocolError) -> Refused:
     """The refusal of what is not well formed, with the versions of the protocol known here."""
     return Refused(400, error, versions=[VERSION])
-
-
-def too_large(limit: int) -> Refused:
-    """The refusal of a body beyond the limit."""
-    error = ValueError(
-        f"The request is larger than the {limit} bytes that this server takes. Send less, or "
-        "start it with a larger --max-body."
-    )
-    return Refused(413, error, limit=limit)

@@ -15,9 +15,12 @@ from nnsight_serve.logs import configure
 from nnsight_serve.server import Server
 from nnsight_serve.settings import (
     API_KEY,
+    EDIT_BYTES,
     GRACE,
     HOST,
+    MAX_BODIES,
     MAX_BODY,
+    MAX_EDITS,
     MAX_REQUESTS,
     MAX_SAVES,
     MAX_UPLOADS,
@@ -89,10 +92,13 @@ def _settings(command: list[str], ours: argparse.ArgumentParser) -> Settings:
         api_keys=_keys(found),
         policy=found.policy,
         max_body=found.max_body,
+        max_bodies=found.max_bodies,
         max_uploads=found.max_uploads,
         max_saves=found.max_saves,
         max_concurrent=found.max_concurrent,
         max_requests=found.max_requests,
+        max_edits=found.max_edits,
+        edit_bytes=found.edit_bytes,
         block_timeout=found.block_timeout,
         keep_bytes=found.keep_bytes,
         keep_seconds=found.keep_seconds,
@@ -145,6 +151,13 @@ def _parser() -> argparse.ArgumentParser:
         help="the largest request that is taken (%(default)s)",
     )
     add(
+        "--max-bodies",
+        metavar="BYTES",
+        type=int,
+        default=MAX_BODIES,
+        help="how much memory the requests that are under way may take together (%(default)s)",
+    )
+    add(
         "--policy",
         choices=("trusted", "restricted"),
         default="trusted",
@@ -177,6 +190,20 @@ def _parser() -> argparse.ArgumentParser:
         default=MAX_REQUESTS,
         help="how many requests of all keys may be in the engine, waiting ones included "
         "(%(default)s)",
+    )
+    add(
+        "--max-edits",
+        metavar="N",
+        type=int,
+        default=MAX_EDITS,
+        help="how many edits one key may have installed (%(default)s)",
+    )
+    add(
+        "--edit-bytes",
+        metavar="BYTES",
+        type=int,
+        default=EDIT_BYTES,
+        help="how much memory the edits of one key may take (%(default)s)",
     )
     add(
         "--block-timeout",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
+from nnsight_core.backend import EditList
 from nnsight_core.errors import EngineDeadError
 from nnsight_serve.refusals import Refused
 from nnsight_vllm_worker.async_engine import AsyncEngine
 
 _T = TypeVar("_T")
+_STARTED = time.time() - time.monotonic()
+"""By a clock that is never put back, so that later lists are known by what it says."""
 
 
 async def engine_of(request: Request) -> AsyncEngine:
@@ -27,6 +31,11 @@ async def engine_of(request: Request) -> AsyncEngine:
 
 
 Engine = Annotated[AsyncEngine, Depends(engine_of)]
+
+
+def edits_of(engine: AsyncEngine) -> EditList:
+    """What is installed on an engine now."""
+    return EditList(edits=engine.edits.infos(), now=_STARTED + time.monotonic())
 
 
 async def while_alive(answer: Awaitable[_T]) -> _T:

@@ -15,10 +15,13 @@ class Handles:
 
     Args:
         seconds: after which the engine lets a value go, whoever has its handle.
+
+    Attributes:
+        seconds: as given.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._of: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def went(self, frame: Frame, caller: str) -> list[str]:
@@ -39,6 +42,6 @@ class Handles:
             self._of.pop(id, None)
 
     def _forget(self) -> None:
-        oldest = time.monotonic() - self._seconds - 1
+        oldest = time.monotonic() - self.seconds - 1
         while self._of and next(iter(self._of.values()))[1] < oldest:
             self._of.popitem(last=False)

@@ -38,6 +38,7 @@ class Trace:
         blobs: the bytes of those that came.
         zstd: whether the answer may be packed.
         freed: the kept values whose handles have ended.
+        tells: whether its client wants to know in the end what is installed.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -47,6 +48,7 @@ class Trace:
     blobs: dict[str, Buffer] = field(default_factory=dict)
     zstd: bool = False
     freed: list[str] = field(default_factory=list)
+    tells: bool = False
 
 
 @dataclass(slots=True)
@@ -78,7 +80,8 @@ def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
     blobs = _blobs(message.blobs, frame)
     blocks = [_carried(data, frame) for data in message.blocks]
     needs = [digest for block in blocks for digest in block.blobs]
-    trace = Trace(needs=needs, blobs=blobs, zstd=message.zstd, freed=message.freed)
+    about = {"zstd": message.zstd, "freed": message.freed, "tells": message.tells}
+    trace = Trace(needs=needs, blobs=blobs, **about)
     for index, invoke in enumerate(message.invokes):
         if invoke.block is not None and not 0 <= invoke.block < len(blocks):
             raise ProtocolError(f"Invoke {index} names block {invoke.block} of {len(blocks)}.")

@@ -10,6 +10,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nnsight_serve.bodies import Bodies
 from nnsight_serve.limits import Limits
 from nnsight_serve.pulse import Pulse
 from nnsight_vllm_worker.async_engine import AsyncEngine
@@ -103,16 +104,18 @@ class Metrics:
 
 
 class EngineMetrics(Collector):
-    """What is read off an engine when it is asked for."""
+    """What is read off an engine, and off what counts for it, when it is asked for."""
 
-    def __init__(self, engine: AsyncEngine, pulse: Pulse, limits: Limits) -> None:
+    def __init__(self, engine: AsyncEngine, pulse: Pulse, limits: Limits, bodies: Bodies) -> None:
         self._engine = engine
         self._pulse = pulse
         self._limits = limits
+        self._bodies = bodies
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("engine_up", "Whether the engine runs.", self._engine.alive)
         yield _gauge("engine_requests", "Requests in the engine.", self._limits.running)
+        yield _gauge("body_bytes", "Bytes of bodies in memory.", self._bodies.held)
         yield _gauge("edits_installed", "Edits on the engine.", len(self._engine.edits.infos()))
         for key, (name, says) in _GAUGES.items():
             if key in self._pulse.counts:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Response
-from starlette.types import Message, Receive, Scope, Send
+from fastapi import FastAPI, Response
+from starlette.types import Receive, Scope, Send
 
 from nnsight_serve.settings import Settings
 from nnsight_vllm_worker.async_engine import AsyncEngine
@@ -45,23 +45,11 @@ class Passed(Response):
 
     Args:
         app: what answers.
-        limit: the most bytes that the request's body may have.
     """
 
-    def __init__(self, app: Any, limit: int) -> None:
+    def __init__(self, app: Any) -> None:
         super().__init__()
         self._app = app
-        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = 0
-
-        async def limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._limit:
-                raise HTTPException(413, f"The request is larger than {self._limit} bytes.")
-            return message
-
-        await self._app(dict(scope), limited, send)
+        await self._app(dict(scope), receive, send)

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from nnsight_core.wire.frames import MEDIA_TYPE, Buffer, Frame, Padding
 from nnsight_core.wire.messages import AliveMessage, DoneMessage, FinishedMessage
 from nnsight_core.wire.went import WentSender
+from nnsight_serve.engine import edits_of
 from nnsight_serve.handles import Handles
 from nnsight_serve.incoming import Trace
 from nnsight_serve.refusals import record_of
@@ -67,7 +68,7 @@ async def frames_of(
         if not over and sent and engine.alive:
             handles.freed(sent)
             engine.let_go(sent, "the client that kept it went away")
-    yield DoneMessage().frame()
+    yield _done(engine, handles).frame() if trace.tells else DoneMessage().frame()
 
 
 async def beating(frames: AsyncGenerator[Frame, None]) -> AsyncGenerator[Frame, None]:
@@ -177,6 +178,10 @@ def _pieces(parts: list[Buffer]) -> Iterator[Buffer]:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _done(engine: AsyncEngine, handles: Handles) -> DoneMessage:
+    return DoneMessage(edits=edits_of(engine), keep_seconds=handles.seconds)
 
 
 def _finished(index: int, error: BaseException) -> Frame:

@@ -6,7 +6,7 @@ import builtins
 import math
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
@@ -52,7 +52,7 @@ _SAYS = {
     403: "What it asks for is another caller's, or not allowed by the server's policy.",
     409: "Contents that it names are not here (any more); send them again.",
     413: "The body, or the number of its requests, is above a limit.",
-    429: "The key has as many requests in the engine as it may.",
+    429: "The key has as many requests in the engine as it may, or edits.",
     501: "The engine has no tokenizer to hand out.",
     503: "The engine has ended or has too much to do, or the server is shutting down.",
 }
@@ -63,7 +63,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {**REFUSAL, "description": _SAYS[status]} for status in statuses}
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """A request that is answered with an error instead of a stream.
 
     Args:
@@ -73,7 +73,8 @@ class Refused(Exception):
     """
 
     def __init__(self, status: int, error: Exception, **details: Any) -> None:
-        super().__init__(str(error))
+        # Apps inside of ours answer in a shape of their own.
+        super().__init__(status, str(error))
         self.status = status
         self.error = error
         self.details = details

@@ -18,9 +18,12 @@ HOST = "NNSIGHT_HOST"
 PORT = "NNSIGHT_PORT"
 """Environment variable: the same for `--port`."""
 MAX_BODY = 1 << 29
+MAX_BODIES = 1 << 33
 MAX_UPLOADS = 1 << 31
 MAX_SAVES = 1 << 34
 MAX_REQUESTS = 10_000
+MAX_EDITS = 1000
+EDIT_BYTES = 1 << 33
 GRACE = 10.0
 """Seconds that running requests get when the server is told to end."""
 
@@ -37,10 +40,13 @@ class Settings:
         api_keys: what clients must send, by the name of who has it; none lets everyone in.
         policy: what blocks may do: `trusted` ones anything, `restricted` ones what a list allows.
         max_body: the most bytes that the body of a request may have, packed or unpacked.
+        max_bodies: how many bytes the bodies of all requests may have in memory at once.
         max_uploads: how many bytes of tensors that clients sent stay here, for them to name again.
         max_saves: the most bytes that one request may bring home.
         max_concurrent: how many requests of one key may be in the engine at once; None for any.
         max_requests: how many of all keys may be in it, those that wait included.
+        max_edits: how many edits one key may have installed.
+        edit_bytes: how much memory these may take together.
         block_timeout: seconds that a block may hold the engine before it gives control back.
         keep_bytes: how much memory the values may take that blocks keep on the engine.
         keep_seconds: how long they stay.
@@ -58,10 +64,13 @@ class Settings:
     api_keys: dict[str, str] = field(default_factory=dict, repr=False)
     policy: Literal["trusted", "restricted"] = "trusted"
     max_body: int = MAX_BODY
+    max_bodies: int = MAX_BODIES
     max_uploads: int = MAX_UPLOADS
     max_saves: int = MAX_SAVES
     max_concurrent: int | None = None
     max_requests: int = MAX_REQUESTS
+    max_edits: int = MAX_EDITS
+    edit_bytes: int = EDIT_BYTES
     block_timeout: float | None = BLOCK_TIMEOUT
     keep_bytes: int = LIMIT
     keep_seconds: float = SECONDS

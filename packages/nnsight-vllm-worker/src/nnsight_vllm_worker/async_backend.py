@@ -28,6 +28,7 @@ class LocalAsyncBackend:
         build: builds the engine on the running loop.
         attached: is told of each engine that is ready.
         tokenizer: gives the model's tokenizer.
+        pickle: whether blocks may hold what only cloudpickle ships.
         device: where saved tensors arrive.
 
     Attributes:
@@ -39,12 +40,15 @@ class LocalAsyncBackend:
         build: Callable[[], AsyncEngine],
         attached: Callable[[AsyncEngine], None],
         tokenizer: Callable[[], Any],
+        *,
+        pickle: bool = True,
         device: str = "cpu",
     ) -> None:
         self.engine: AsyncEngine | None = None
         self._build = build
         self._attached = attached
         self._tokenizer = tokenizer
+        self._pickle = pickle
         self._device = device
         self._lock = asyncio.Lock()
         self._ready = False
@@ -128,7 +132,7 @@ class LocalAsyncBackend:
 
     def _encoder(self) -> BlockEncoder:
         # The tree may not be known yet, so that blocks are checked when it is.
-        return BlockEncoder(None, self._tokenizer(), pickle=True, kept=self.start().kept)
+        return BlockEncoder(None, self._tokenizer(), self._pickle, kept=self.start().kept)
 
     @property
     def kept(self) -> KeptValues:
@@ -152,6 +156,9 @@ class LocalAsyncBackend:
 
     def edits(self) -> list[EditInfo]:
         return [] if self.engine is None else self.engine.edits.infos()
+
+    async def aedits(self) -> list[EditInfo]:
+        return self.edits()
 
     async def aclose(self) -> None:
         """End the engine and its processes."""

@@ -171,7 +171,7 @@ class AsyncEngine:
         self, spec: EditSpec, carried: Carried, blobs: dict[str, Buffer], owner: str = ""
     ) -> EditInfo:
         """Install an edit on every rank, or on none; see `SyncEngine.install`."""
-        edit = self.edits.new(spec, carried, owner)
+        edit = self.edits.new(spec, carried, blobs, owner)
         # Else an edit whose installer was cancelled might be on some of the ranks.
         return await self.undisturbed(self._install(edit, blobs))
 

@@ -11,13 +11,13 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
 from nnsight_core.backend import EditInfo, EditSpec
-from nnsight_core.wire.frames import Frame, read_frame
+from nnsight_core.wire.frames import Buffer, Frame, read_frame
 from nnsight_core.wire.messages import InstalledMessage, expect
 from nnsight_vllm_worker.asked import ASKED, Asked
 from nnsight_vllm_worker.requests import EDITS, EXTRA, FOREIGN
@@ -87,8 +87,14 @@ class Edits:
         """How many sequences have not finished."""
         return len(self._under_way())
 
-    def new(self, spec: EditSpec, carried: Carried, owner: str = "") -> Installed:
-        """An edit that is to be installed; it takes part in nothing until it is added."""
+    def new(
+        self, spec: EditSpec, carried: Carried, blobs: Mapping[str, Buffer], owner: str = ""
+    ) -> Installed:
+        """An edit that is to be installed; it takes part in nothing until it is added.
+
+        Args:
+            blobs: the bytes of the outside tensors that it uses.
+        """
         now = time.time()
         info = EditInfo(
             id=f"{spec.name or 'edit'}#{next(self._numbers)}",
@@ -97,6 +103,7 @@ class Edits:
             since=now,
             until=None if spec.ttl is None else now + spec.ttl,
             share=spec.share,
+            bytes=carried.size(blobs),
         )
         return Installed(info, carried, spec.invoke)
 
@@ -118,6 +125,10 @@ class Edits:
         """What is told of the edits that are installed."""
         self._expire()
         return [edit.info.model_copy() for edit in self._active]
+
+    def held(self) -> list[EditInfo]:
+        """What is told of the edits that take memory, those that were cleared included."""
+        return [edit.info for edit in (*self._active, *self._leaving)]
 
     def clear(self, ids: Collection[str] | None) -> None:
         """Let no further request have some edits, or any."""

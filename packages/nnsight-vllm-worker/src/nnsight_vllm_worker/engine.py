@@ -19,6 +19,7 @@ from nnsight_core.garbage import uncollected
 from nnsight_core.keeps import LIMIT, SECONDS
 from nnsight_core.kept import KeptValues
 from nnsight_core.outputs import RequestOutput
+from nnsight_core.policy import TRUSTED_PATH
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import Buffer, Frame
 from nnsight_vllm_worker.blobs import Ledger
@@ -60,6 +61,7 @@ class SyncEngine:
         block_timeout: float | None = BLOCK_TIMEOUT,
         keep_bytes: int = LIMIT,
         keep_seconds: float = SECONDS,
+        policy: str = TRUSTED_PATH,
     ) -> None:
         chosen = apply(arguments)
         self._receiver = Receiver()
@@ -77,6 +79,8 @@ class SyncEngine:
                     block_timeout,
                     keep_bytes,
                     keep_seconds,
+                    None,
+                    policy,
                 )
                 trees = self._rpc("nnsight_attach", *attaching)
         except BaseException:
@@ -113,7 +117,7 @@ class SyncEngine:
             NotInstalled: a worker refused it.
         """
         with self._lock:
-            edit = self.edits.new(spec, carried, owner)
+            edit = self.edits.new(spec, carried, blobs, owner)
             self._put(carried.blobs, blobs)
             try:
                 # Of several ranks, the first one runs the blocks.

@@ -21,6 +21,7 @@ from nnsight_vllm_worker.async_engine import AsyncEngine
 from nnsight_vllm_worker.backend import LocalBackend
 from nnsight_vllm_worker.convert import output_of
 from nnsight_vllm_worker.engine import BLOCK_TIMEOUT, SyncEngine
+from nnsight_vllm_worker.policies import find_policy
 from nnsight_vllm_worker.prompts import lora_of, prompt_of, sampling_of
 from nnsight_vllm_worker.settings import SETTINGS
 from nnsight_vllm_worker.vllm_ports.meta import tree_of
@@ -47,12 +48,15 @@ class VLLM(Model):
         only_taps: refuse blocks that would run a step eagerly.
         keep_bytes: how much memory the values may take that blocks keep on the engine.
         keep_seconds: how long they stay.
+        policy: what blocks may do: `trusted` ones anything, `restricted` ones what a list allows
+            (with the server's package); or the import path of a policy of your own.
         save_device: where saved tensors arrive, such as `cuda`; the CPU otherwise.
         **engine_args: whatever `vllm.LLM` takes. What we force or default is in
             `engine_settings()`.
 
     Raises:
         EngineError: the engine cannot be built; the message holds the root cause.
+        ImportError: the policy is in a package that is not here.
         ValueError: an unknown mode, or a setting that cannot be had.
 
     Example:
@@ -77,17 +81,20 @@ class VLLM(Model):
         block_timeout: float | None = BLOCK_TIMEOUT,
         keep_bytes: int = LIMIT,
         keep_seconds: float = SECONDS,
+        policy: str = "trusted",
         **engine_args: Any,
     ) -> None:
         if mode not in ("sync", "async"):
             raise ValueError(f"mode={mode!r}: it is 'sync' or 'async'.")
+        path, rules = find_policy(policy)
+        # What would be unpickled is code.
+        how: dict[str, Any] = {"pickle": not rules.guards, "device": save_device}
         backend: LocalBackend | LocalAsyncBackend
         if mode == "async":
-            backend = LocalAsyncBackend(
-                self._build_async, self._confirm, lambda: self.tokenizer, device=save_device
-            )
+            ready = (self._build_async, self._confirm)
+            backend = LocalAsyncBackend(*ready, lambda: self.tokenizer, **how)
         else:
-            backend = LocalBackend(self._dispatched, lambda: self.tokenizer, device=save_device)
+            backend = LocalBackend(self._dispatched, lambda: self.tokenizer, **how)
         super().__init__(backend=backend)
         self._repo = repo
         self._mode = mode
@@ -99,6 +106,8 @@ class VLLM(Model):
             "block_timeout": block_timeout,
             "keep_bytes": keep_bytes,
             "keep_seconds": keep_seconds,
+            "policy": path,
+            "pickle": not rules.guards,
         }
         self._arguments = {**engine_args, "taps": taps}
         self._only_taps = only_taps
@@ -106,6 +115,8 @@ class VLLM(Model):
         self._closed = False
         if dispatch and serve is not None:
             raise ValueError("A model runs on a server (serve=) or here (dispatch=True).")
+        if policy != "trusted" and serve is not None:
+            raise ValueError("policy= is for an engine of your own; a server (serve=) has its own.")
         if dispatch and isinstance(backend, LocalAsyncBackend):
             backend.start()
         elif dispatch:

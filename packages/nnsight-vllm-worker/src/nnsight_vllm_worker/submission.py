@@ -47,6 +47,10 @@ class Carried:
         data = BlockMessage(block=block).frame(buffers).to_bytes()
         return cls(data, block.whole, tuple(blobs), tuple(handles))
 
+    def size(self, blobs: Mapping[str, Buffer]) -> int:
+        """How many bytes it has, with those of the outside tensors that it needs."""
+        return len(self.data) + sum(memoryview(blobs[digest]).nbytes for digest in self.blobs)
+
 
 @dataclass(slots=True)
 class Request:

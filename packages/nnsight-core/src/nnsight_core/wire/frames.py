@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -121,6 +121,8 @@ class FrameReader:
 
     Args:
         limit: the most bytes that one frame may have, unpacked; None for no limit.
+        unpacks: is told how many bytes a body will have before it is unpacked; what it raises
+            keeps it packed.
 
     Example:
         >>> reader = FrameReader()
@@ -130,8 +132,11 @@ class FrameReader:
         >>> reader.end()
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(
+        self, limit: int | None = None, unpacks: Callable[[int], None] = lambda _: None
+    ) -> None:
         self._limit = limit
+        self._unpacks = unpacks
         self._pending = bytearray()
         self._flags = 0
         self._header: bytes | None = None
@@ -177,7 +182,8 @@ class FrameReader:
             return None
         header, body = self._header, self._body
         self._header, self._body, self._filled = None, _NONE, 0
-        return _frame(header, body, bool(self._flags & _ZSTD), self._limit)
+        packed = bool(self._flags & _ZSTD)
+        return _frame(header, body, self._unpacks if packed else None, self._limit)
 
     @property
     def packed(self) -> bool:
@@ -265,7 +271,9 @@ def join(frames: Iterable[Frame]) -> bytes:
     return b"".join(frame.to_bytes() for frame in frames)
 
 
-def _frame(header: bytes, body: Buffer, packed: bool, limit: int | None) -> Frame:
+def _frame(
+    header: bytes, body: Buffer, unpacks: Callable[[int], None] | None, limit: int | None
+) -> Frame:
     try:
         fields = orjson.loads(header)
     except orjson.JSONDecodeError as error:
@@ -274,9 +282,10 @@ def _frame(header: bytes, body: Buffer, packed: bool, limit: int | None) -> Fram
     if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
         raise ProtocolError("The header of a frame does not list its buffers.")
     expected = _padded(lengths)
-    if packed:
+    if unpacks is not None:
         if limit is not None and expected > limit:
             raise FrameTooLarge(f"A frame of {expected} bytes is beyond the limit of {limit}.")
+        unpacks(expected)
         body = _unpack(body, expected)
     if expected != len(body):
         raise ProtocolError(

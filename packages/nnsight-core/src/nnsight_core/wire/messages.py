@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
 )
 
+from nnsight_core.backend import EditList
 from nnsight_core.errors import ProtocolError
 from nnsight_core.outputs import Logprob, Number, RequestOutput
 from nnsight_core.sparse import Sparse
@@ -91,9 +92,10 @@ class TraceMessage(Message, Sparse):
         streams: whether outputs and saves are wanted as they are made.
         zstd: whether what comes back may be packed.
         freed: the kept values whose handles have ended.
+        tells: whether the last message is to say what is installed.
     """
 
-    later = ("streams", "zstd", "freed")
+    later = ("streams", "zstd", "freed", "tells")
 
     kind: Literal["trace"] = "trace"
     invokes: list[InvokeData]
@@ -102,6 +104,7 @@ class TraceMessage(Message, Sparse):
     streams: bool = False
     zstd: bool = False
     freed: list[str] = Field(default_factory=list)
+    tells: bool = False
 
 
 class InstallMessage(Message):
@@ -298,10 +301,19 @@ class AliveMessage(Message):
     kind: Literal["alive"] = "alive"
 
 
-class DoneMessage(Message):
-    """Everything has been said."""
+class DoneMessage(Message, Sparse):
+    """Everything has been said.
+
+    Attributes:
+        edits: what is installed by then, if the client wanted to know.
+        keep_seconds: how long a kept value stays, if the client wanted to know.
+    """
+
+    later = ("edits", "keep_seconds")
 
     kind: Literal["done"] = "done"
+    edits: EditList | None = None
+    keep_seconds: float | None = None
 
 
 _M = TypeVar("_M", bound=Message)

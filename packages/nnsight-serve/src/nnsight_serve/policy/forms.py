@@ -28,12 +28,15 @@ _PLAIN = """
 _DATA = frozenset(_PLAIN.split())
 _KNOWN = _DATA | {"path", "pymodule", "function", "nn"}
 _WHAT = {
-    "class": "a class of your own is",
-    "record": "an object of a dataclass is",
-    "member": "a member of an enum is",
-    "method": "a bound method is",
-    "pickle": "a pickled value is",
-    "cache": "an activation cache is",
+    "class": ("a class of your own is", "Use functions and dicts."),
+    "record": (
+        "an object of a dataclass is",
+        "Make a dict of it above the block: `dataclasses.asdict(...)`.",
+    ),
+    "member": ("a member of an enum is", "Take its `.value` above the block."),
+    "method": ("a bound method is", "Use a function, and what it needs as its arguments."),
+    "pickle": ("a pickled value is", ""),
+    "cache": ("an activation cache is", ""),
 }
 _HOOKS = "_hooks"
 _INNER = ("_parameters", "_buffers", "_modules")
@@ -48,8 +51,9 @@ def check_form(form: dict[str, Any]) -> None:
     """
     tag = form["$"]
     if tag not in _KNOWN:
-        what = _WHAT.get(tag) if isinstance(tag, str) else None
-        raise refused(f"{what or f'a value of type {str(tag)[:40]!r} is'} not allowed")
+        other = (f"a value of type {str(tag)[:40]!r} is", "")
+        what, advice = _WHAT.get(tag, other) if isinstance(tag, str) else other
+        raise refused(f"{what} not allowed", advice)
     if tag == "path":
         named(form.get("module"), form.get("name"))
     elif tag == "pymodule":

@@ -60,7 +60,7 @@ def refused(what: str, advice: str = "") -> PolicyError:
     """The error for what this policy does not allow."""
     advice = advice or "Do that part outside the block."
     return PolicyError(
-        f"{what} under `--policy restricted`, which this server runs blocks under. {advice} (The "
+        f"{what} under the policy `restricted`, which blocks run under here. {advice} (The "
         "documentation's page on policies lists what is allowed.)"
     )
 

@@ -5,13 +5,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
 
-from nnsight_core.backend import EditInfo
+from nnsight_core.backend import EditInfo, EditList
 from nnsight_core.errors import EngineDeadError, PolicyError
 from nnsight_core.wire.frames import MEDIA_TYPE
 from nnsight_serve.body import ANSWERED, BODY, decoded, read_frame
-from nnsight_serve.engine import Engine, while_alive
+from nnsight_serve.engine import Engine, edits_of, while_alive
 from nnsight_serve.incoming import install_of
 from nnsight_serve.policy import policy_of
 from nnsight_serve.refusals import Refused, refusals
@@ -23,21 +22,21 @@ ADMIN = "admin"
 """The name of the key that may clear the edits of others."""
 
 
-class EditList(BaseModel):
-    """The edits that are installed, in the order of their installation."""
+class Installed(EditList):
+    """An edit that has been installed, and what is installed with it."""
 
-    edits: list[EditInfo]
+    edit: EditInfo
 
 
 @routes.get("/edits")
 async def edits(engine: Engine) -> EditList:
     """What is installed, with statistics."""
-    return EditList(edits=engine.edits.infos())
+    return edits_of(engine)
 
 
 @routes.post(
     "/edits",
-    response_model=EditInfo,
+    response_model=Installed,
     responses={
         422: {**ANSWERED, "description": "A worker refused it; the frame says why."},
         **refusals(400, 403, 409, 413, 429),
@@ -51,19 +50,24 @@ async def install(request: Request, engine: Engine) -> Response:
     error of the block.
     """
     state = request.app.state
-    frame = await read_frame(request, state.settings.max_body)
+    frame = await read_frame(request)
     with decoded():
         asked = await asyncio.to_thread(install_of, frame, policy_of(request))
         blobs = state.uploads.take(asked.needs, asked.blobs)
     request.state.account.take(1)
-    owner = request.state.caller or asked.owner
+    caller = request.state.caller
+    await while_alive(engine.sweep())
+    room = (caller, engine.edits.held(), asked.carried.size(blobs))
     try:
-        info = await engine.install(asked.spec, asked.carried, blobs, owner)
+        with state.edit_limits.installing(*room):
+            owner = caller or asked.owner
+            info = await engine.install(asked.spec, asked.carried, blobs, owner)
     except NotInstalled as refused:
         return Response(refused.frame.to_bytes(), 422, media_type=MEDIA_TYPE)
     except EngineDeadError as error:
         raise Refused(503, error) from None
-    return JSONResponse(info.model_dump(mode="json"))
+    installed = Installed(edit=info, **edits_of(engine).model_dump())
+    return JSONResponse(installed.model_dump(mode="json"))
 
 
 @routes.delete("/edits", responses=refusals(403))
@@ -90,4 +94,4 @@ async def clear(
             )
     gone = [edit for edit in installed if edit not in others and (id is None or edit in id)]
     await while_alive(engine.clear(gone))
-    return EditList(edits=engine.edits.infos())
+    return edits_of(engine)

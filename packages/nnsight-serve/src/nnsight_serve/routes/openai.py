@@ -12,7 +12,7 @@ _BODY = {"content": {"application/json": {"schema": {"type": "object"}}}, "requi
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "vLLM refuses it.", "content": {"application/json": {}}},
     "5XX": {"description": "vLLM failed.", "content": {"application/json": {}}},
-    **refusals(401, 429, 503),
+    **refusals(401, 413, 429, 503),
 }
 
 routes = APIRouter()
@@ -29,5 +29,4 @@ async def generate(request: Request, _: Engine) -> Passed:
 @routes.get("/models", responses=_ANSWERS)
 async def models(request: Request, _: Engine) -> Passed:
     """As vLLM has it."""
-    state = request.app.state
-    return Passed(state.openai, state.settings.max_body)
+    return Passed(request.app.state.openai)

@@ -23,7 +23,7 @@ routes = APIRouter()
 async def trace(request: Request, engine: Engine) -> FrameResponse:
     """Run the trace that the body is; what becomes of it is streamed back."""
     state = request.app.state
-    frame = await read_frame(request, state.settings.max_body)
+    frame = await read_frame(request)
     with decoded():
         # In a thread: to hash what is large would make every other request wait.
         asked = await asyncio.to_thread(trace_of, frame, policy_of(request))
