@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nnsight_core.node import Node, Places, bare
 from nnsight_core.values import map_tensors
-from nnsight_vllm_worker.joint import Values
+from nnsight_vllm_worker.joint import Values, or_end
 from nnsight_vllm_worker.layouts import Layout, Split, Sum
 from nnsight_vllm_worker.vllm_ports.parallel import Layers
 
@@ -44,6 +44,30 @@ class Called:
         """A call without its tensors."""
         return _form([list(args), dict(kwargs)])
 
+    def check(self, path: str, tensors: list[Tensor]) -> None:
+        """Refuse tensors that cannot be handed to all ranks, before any of them waits for one.
+
+        Raises:
+            RuntimeError: as PyTorch would on one rank, with the tensor's device, layout or shape.
+        """
+        layouts = self._layouts(path, "input")
+        for index, tensor in enumerate(tensors):
+            device, shape = self._values.device, list(tensor.shape)
+            if tensor.device.type != device.type or tensor.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{path} was called with a {tensor.layout} tensor on {tensor.device}, and the "
+                    f"model's are dense ones on {device}. Make it of a value of the block "
+                    "(`hidden.new_zeros(...)`), or move it there (`.to(hidden.device)`)."
+                )
+            layout = layouts[index] if index < len(layouts) else None
+            if not isinstance(layout, Split):
+                continue
+            width = layout.whole(self._values.ranks.size)
+            if not shape or shape[-1] != width:
+                raise RuntimeError(
+                    f"{path} was called with a tensor of shape {shape}, and takes {width} columns."
+                )
+
     def run(self, path: str, form: Any, tensors: list[Tensor] | None) -> Any:
         """Run a module.
 
@@ -53,17 +77,7 @@ class Called:
         Raises:
             Exception: what the module raises, on the first rank.
         """
-        found: list[Tensor] = []
-        layouts = self._layouts(path, "input")
-
-        def fill(hole: Hole) -> Tensor:
-            index = len(found)
-            given = None if tensors is None else tensors[index]
-            layout = layouts[index] if index < len(layouts) else None
-            found.append(self._given(layout, hole, given))
-            return found[-1]
-
-        args, kwargs = self._filled(form, fill)
+        args, kwargs = self._arguments(path, form, tensors)
         error: BaseException | None = None
         made: Any = None
         try:
@@ -76,6 +90,21 @@ class Called:
         if any(failed):
             raise RuntimeError(f"{path} failed on another rank: {next(filter(None, failed))}")
         return self._result(path, made)
+
+    @or_end
+    def _arguments(self, path: str, form: Any, tensors: list[Tensor] | None) -> Any:
+        """The arguments of a call, as this rank has them."""
+        found: list[Tensor] = []
+        layouts = self._layouts(path, "input")
+
+        def fill(hole: Hole) -> Tensor:
+            index = len(found)
+            given = None if tensors is None else tensors[index]
+            layout = layouts[index] if index < len(layouts) else None
+            found.append(self._given(layout, hole, given))
+            return found[-1]
+
+        return self._filled(form, fill)
 
     def _given(self, layout: Layout, hole: Hole, given: Tensor | None) -> Tensor:
         ranks = self._values.ranks

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from nnsight_core.run import Run
 from nnsight_core.wants import Way
 from nnsight_vllm_worker.called import Called
 from nnsight_vllm_worker.copies import cut_rows
-from nnsight_vllm_worker.joint import Blocked, Go, Name, Plan, Taken, Tell, Values
+from nnsight_vllm_worker.joint import Blocked, Go, Name, Plan, Taken, Tell, Values, or_end
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.tables import Tables
 from nnsight_vllm_worker.taps import Taps
@@ -28,26 +26,6 @@ from nnsight_vllm_worker.vllm_ports.parallel import Layers, Ranks
 
 _log = logging.getLogger(__name__)
 _ENGINES = {at.side: at for at in (LOGITS, SAMPLES)}
-
-
-_T = TypeVar("_T")
-
-
-def or_end(step: Callable[..., _T]) -> Callable[..., _T]:
-    """What goes wrong on this rank ends its process, and so the engine.
-
-    vLLM hears of errors from the first rank alone, which would wait for this one for ever.
-    """
-
-    @functools.wraps(step)
-    def watched(*args: Any, **kwargs: Any) -> _T:
-        try:
-            return step(*args, **kwargs)
-        except Exception:
-            _log.exception("A rank cannot follow the first one; the engine ends.")
-            os._exit(1)
-
-    return watched
 
 
 class Follower:

@@ -8,8 +8,11 @@ from what vLLM tells every rank: which requests carry blocks, and when a pass be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +26,27 @@ from nnsight_vllm_worker.requests import EDITS, EXTRA
 from nnsight_vllm_worker.rows import Change, RowMap
 from nnsight_vllm_worker.traced import Arrival
 from nnsight_vllm_worker.vllm_ports.parallel import Ranks
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+def or_end(step: Callable[..., _T]) -> Callable[..., _T]:
+    """What goes wrong in it on this rank ends its process, and so the engine.
+
+    Other ranks would wait for this one for ever.
+    """
+
+    @functools.wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> _T:
+        try:
+            return step(*args, **kwargs)
+        except Exception:
+            _log.exception("The ranks of the engine have come apart, so it ends.")
+            os._exit(1)
+
+    return watched
+
 
 Name = tuple[str, str]
 """A location's path and side."""

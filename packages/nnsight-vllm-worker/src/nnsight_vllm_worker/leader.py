@@ -114,9 +114,11 @@ class Leader:
         if self._layers.local(path):
             return self._called.alone(path, args, kwargs)
         with WATCHDOG.paused():
+            tensors = flat((list(args), dict(kwargs)))
+            self._called.check(path, tensors)
             form = self._called.form(args, kwargs)
             self.ask("call", path, path, form)
-            return self._called.run(path, form, flat((list(args), dict(kwargs))))
+            return self._called.run(path, form, tensors)
 
     def _lent(self, path: str, name: str, value: Any) -> Any:
         try:
