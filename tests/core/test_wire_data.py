@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 
 from nnsight_core import EncodeError, ProtocolError
 from nnsight_core.values import flat
+from nnsight_core.wire import data
 from nnsight_core.wire.data import MAX_DEPTH, Decoder, Encoder
 from nnsight_core.wire.frames import Frame, FrameReader, read_frame
 
@@ -370,6 +371,30 @@ def test_many_tensors_share_a_buffer() -> None:
     for here, there in zip(flat(made), flat(value), strict=True):
         assert here.dtype == there.dtype and torch.equal(here, there)
         assert here.untyped_storage().nbytes() == there.numel() * there.element_size()
+
+
+def test_what_was_brought_from_a_device_is_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_is_elsewhere", lambda tensor: True)
+    runs = [
+        {"seen": [torch.full((2, 3), float(10 * run + i)) for i in range(5)], "one": torch.rand(7)}
+        for run in range(4)
+    ]
+    brought = data.bring(value for run in runs for value in run.values())
+    assert (
+        len(brought) == 24 and len({t.untyped_storage().data_ptr() for t in brought.values()}) == 1
+    )
+    wanted = [[tensor.clone() for tensor in flat(run)] for run in runs]
+    for run, before in zip(runs, wanted, strict=True):
+        # It is what was copied that goes, whatever the device holds by then.
+        for tensor in flat(run):
+            tensor.zero_()
+        encoder = Encoder()
+        encoder.brought = brought
+        encoder.pack(run["seen"])
+        made = Decoder(encoder.buffers).decode(encoder.encode(run))
+        assert all(torch.equal(a, b) for a, b in zip(flat(made), before, strict=True))
+    monkeypatch.setattr(data, "_TOGETHER", 100)
+    assert len(data.bring([torch.rand(20) for _ in range(9)])) == 2
 
 
 @pytest.mark.parametrize(

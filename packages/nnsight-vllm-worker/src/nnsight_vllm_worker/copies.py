@@ -108,8 +108,7 @@ class Copies:
         """What of a tap is one run's own, in tensors that nobody else has been given."""
         if isinstance(self.values, Kept):
             span = rows.span(run.key)
-            value = self.values.rows(at, span.start, span.stop)
-            return value if run.key.pieces is None else rows.completed(run, at, value)
+            return rows.completed(run, at, self.values.rows(at, span.start, span.stop))
         return rows.own(run, at, self.values[at])
 
     def tensors(self) -> list[Tensor]:

@@ -428,12 +428,15 @@ def loaded(module: str, name: str) -> Any:
 def bring(values: Iterable[Any]) -> dict[int, Tensor]:
     """The small tensors of a device that are in values, copied to the host in one go, by id.
 
-    The values have to be there, and stay as they are, for as long as this is used.
+    The values have to be there, and stay as they are, for as long as this is used. Of very many,
+    only the first are copied: whether the others may come home is judged before they are.
     """
     alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+    left = _TOGETHER
     for tensor in _plain_tensors(values):
-        if not tensor.is_cpu and _is_small(tensor):
+        if _is_elsewhere(tensor) and _is_small(tensor) and left > 0:
             alike.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
+            left -= tensor.numel() * tensor.element_size()
     brought: dict[int, Tensor] = {}
     for found in alike.values():
         together = torch.cat([tensor.reshape(-1) for tensor in found.values()]).cpu()
@@ -441,6 +444,10 @@ def bring(values: Iterable[Any]) -> dict[int, Tensor]:
         for (key, tensor), part in zip(found.items(), parts, strict=True):
             brought[key] = part.view(tensor.shape)
     return brought
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    return not tensor.is_cpu
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -458,6 +465,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 _LARGE = 1 << 20
+_TOGETHER = 1 << 26
+"""Bytes of small tensors that are copied from a device in one go."""
 
 
 def tensor_of(data: Buffer, dtype: str, shape: list[int], stay: bool = False) -> Tensor:
