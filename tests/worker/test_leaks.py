@@ -15,7 +15,7 @@ import torch
 
 import nnsight_core
 from nnsight_core.run import Run
-from nnsight_core.visit import Visit
+from nnsight_core.visit import Look, Visit
 from nnsight_core.wire import code as wire_code
 from nnsight_vllm_worker.traced import Traced
 
@@ -87,7 +87,7 @@ def held() -> Counter[str]:
     counts: Counter[str] = Counter()
     for thing in gc.get_objects():
         kind = type(thing)
-        if kind in (Run, Traced, Visit):
+        if kind in (Run, Traced, Look, Visit):
             counts[kind.__name__] += 1
         elif issubclass(kind, torch.Tensor):
             counts["Tensor"] += 1
@@ -117,6 +117,48 @@ def test_a_thousand_traces_leave_nothing(gpt2: Any) -> None:
     counts = gpt2._engine.counts()
     assert counts["live"] == 0 and counts["kept"] == 0
     assert counts["blob_bytes"] == bytes_before + steer.numel() * 4
+
+
+COUNT = 1 << 20
+"""Elements of a tensor that comes home in pieces (`channel.PIECE`)."""
+
+
+def large(model: Any) -> None:
+    with model.trace(PROMPT, max_tokens=1, **GREEDY):
+        found = torch.ones(COUNT).save()
+    assert found.shape == (COUNT,)
+
+
+def large_in_two(model: Any) -> None:
+    with model.trace(max_tokens=2, **GREEDY) as tracer:
+        for _ in range(2):
+            with tracer.invoke(PROMPT):
+                found = [].save()
+                for _ in tracer.all():
+                    found.append((torch.ones(COUNT), {"hidden": model.transformer.h[3].output}))
+    assert [len(each) for each in found] == [2, 2]
+
+
+def test_what_was_saved_is_freed_without_a_search_for_garbage(gpt2: Any) -> None:
+    """In the engine, where it would take the device's memory, and in the user's process."""
+
+    def there() -> list[str]:
+        tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == COUNT]
+        views = [o for o in gc.get_objects() if type(o) is memoryview and o.nbytes >= 4 * COUNT]
+        return [repr(type(each)) for each in (*tensors, *views)]
+
+    large(gpt2)
+    gc.collect()
+    before = there()
+    gc.disable()
+    try:
+        for _ in range(3):
+            large(gpt2)
+            large_in_two(gpt2)
+        gpt2.generate(PROMPT, max_tokens=1)
+        assert there() == before
+    finally:
+        gc.enable()
 
 
 def test_tensors_from_outside_take_no_more_room_than_they_may(

@@ -401,6 +401,12 @@ class Run:
         self.scope.pop(SAVE, None)
         self.scope.pop(KEEP, None)
 
+    def forget(self) -> None:
+        """Hold no values any longer: what the block saved has been told."""
+        self.scope.clear()
+        self.saves = Saves(self.code)
+        self.value = self.look = None
+
     def _timeout(self, error: BlockTimeout) -> BlockTimeout:
         if self.limit is None:
             return error  # a block may raise one itself

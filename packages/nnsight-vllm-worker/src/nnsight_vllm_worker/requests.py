@@ -301,6 +301,8 @@ class Tracing:
         self.awaited.pop((traced.key, traced.sequence, traced.edit), None)
         if run.error is not None or not (traced.written or traced.lowered or run.recorders):
             self._retire(traced)
+        # It and its run hold each other, and would hold these until Python looks for cycles.
+        run.forget()
         self._emit(frame)
 
     def _encoded(self, traced: Traced) -> Frame:

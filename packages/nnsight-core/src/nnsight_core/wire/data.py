@@ -285,9 +285,14 @@ class Decoder:
             self._depth -= 1
 
     def forget(self) -> None:
-        """Hold nothing that was decoded: a decoder lives on until Python looks for cycles."""
+        """Hold nothing that was decoded, nor what it came in, and no longer itself.
+
+        Else what was decoded takes room until Python looks for cycles.
+        """
+        self.buffers = []
         self._made.clear()
         self._whole.clear()
+        vars(self).pop("_readers", None)
 
     def _tagged(self, form: dict[str, Json]) -> Any:
         tag = form["$"]
