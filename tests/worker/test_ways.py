@@ -239,6 +239,22 @@ def test_a_location_that_the_text_does_not_show(
     assert compiled_gpt2._engine.counts()["live"] == 0
 
 
+def test_a_block_that_looks_in_a_mode_of_its_own(compiled_gpt2: Any, gpt2: Any, near: Any) -> None:
+    """In inference mode PyTorch counts no versions, by which writes are told."""
+    seen = []
+    for model in (compiled_gpt2, gpt2):
+        layers = model.transformer.h
+        with model.trace(PROMPT, **STEPS) as tracer:
+            found = [].save()
+            with torch.inference_mode():
+                for _ in tracer.all():
+                    found.append(layers[3].output.clone())
+                    found.append(layers[5].output.clone())
+        seen.append(found)
+    assert len(seen[0]) == len(seen[1]) > 2
+    near(seen[0], seen[1])
+
+
 def test_only_taps(compiled_gpt2: Any) -> None:
     with pytest.raises(NotATapError, match=r"line \d+: transformer.h.1.input is not a tap"):
         with compiled_gpt2.trace(PROMPT, only_taps=True):

@@ -18,7 +18,7 @@ from nnsight_client.refusals import error_of, missing_in
 from nnsight_core.async_run import need_loop
 from nnsight_core.backend import EditInfo, EditList, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
-from nnsight_core.errors import EngineError, NNsightError
+from nnsight_core.errors import EngineError
 from nnsight_core.kept import KeptValues
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import MEDIA_TYPE, Frame, FrameReader
@@ -39,7 +39,7 @@ class HttpAsyncBackend:
         self.now = now
         # Whoever lists values, or lets go of them, is not to wait for the server.
         self.kept = now.kept = KeptValues(self)
-        self._freeing: set[asyncio.Task[None]] = set()
+        self._freeing: dict[asyncio.Task[None], list[str]] = {}
         self._api_key = api_key
         self._http: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,7 +59,7 @@ class HttpAsyncBackend:
         if not asked.sent:
             return
         if self._freeing:
-            await asyncio.wait(self._freeing)  # else there might be no room yet for new ones
+            await asyncio.wait([*self._freeing])  # else there might be no room yet for new ones
         about = {**self.now.about(), "streams": streaming, "tells": True}
         with asked.answered(about["freed"]):
             async with aclosing(self._frames(asked, about)) as frames:
@@ -112,14 +112,16 @@ class HttpAsyncBackend:
         except RuntimeError:
             self.kept.disown(ids)  # the next trace tells of them
             return
-        self._freeing.add(task)
-        task.add_done_callback(self._freeing.discard)
+        self._freeing[task] = ids
+        task.add_done_callback(self._freed)
 
     async def _free(self, ids: list[str], why: str) -> None:
-        try:
-            await self._ask("POST", "/v1/kept/free", json={"ids": ids, "why": why})
-        except NNsightError:
-            self.kept.disown(ids)
+        await self._ask("POST", "/v1/kept/free", json={"ids": ids, "why": why})
+
+    def _freed(self, task: asyncio.Task[None]) -> None:
+        ids = self._freeing.pop(task, [])
+        if task.cancelled() or task.exception() is not None:
+            self.kept.disown(ids)  # the next trace tells of them
 
     def list_kept(self) -> list[tuple[str, int, float]]:
         """The kept values of this process whose time is not over. See `nnsight_core.kept.Holder`.
@@ -138,7 +140,7 @@ class HttpAsyncBackend:
             if ids:
                 self.let_go(ids, "its handle was freed")
             if self._freeing:
-                await asyncio.wait(self._freeing)
+                await asyncio.wait([*self._freeing])
             await self._http.aclose()
         await asyncio.to_thread(self.now.close)
 
@@ -152,6 +154,10 @@ class HttpAsyncBackend:
         if self._http is None or self._loop is None or self._loop.is_closed():
             self._http = connect_async(self.now.url, self._api_key, self.now.verify)
             self._loop = loop
+            # What a loop that was closed did not come to.
+            for ids in self._freeing.values():
+                self.kept.disown(ids)
+            self._freeing.clear()
         if self._loop is not loop:
             raise EngineError(
                 "This model is in use on another event loop: use it inside one `asyncio.run`, or "

@@ -91,16 +91,17 @@ class Interleaver:
         runs: list[Run],
         observers: Iterable[Observed],
         values: Mapping[Location, Any],
-        own: Own,
+        own: Own | None = None,
     ) -> None:
         """Let runs look at a pass that is over, each from its beginning to its end.
 
         Args:
             values: what each location holds, in forward order.
-            own: gives what of it is one run's own, in tensors that nobody else has been given.
+            own: gives what of it is one run's own, in tensors that nobody else has been given, and
+                whose versions begin at 0.
         """
         self.reachable = self.shown = {location: number for number, location in enumerate(values)}
-        self._own = own
+        self._own = own or _nothing
         for run in runs:
             run.look = None
         with outside_inference():
@@ -108,7 +109,8 @@ class Interleaver:
             for run in runs:
                 try:
                     self._look_away(run)
-                except WriteError as error:
+                except Exception as error:  # whatever it is, it ends this run alone
+                    run.open = run.value = None
                     self._fail(run, error)
         for location in self.observers:
             for observer in self.observers[location] if location in values else ():
@@ -126,7 +128,8 @@ class Interleaver:
             if self.shown[location] < self.shown[before.location]:
                 check_order(run, location, True)
             self._look_away(run)
-        run.look = look = Look(location, self._own(run, location))
+        with outside_inference():  # a block may be in that mode itself
+            run.look = look = Look(location, self._own(run, location))
         run.open, run.value = location, look.value
         return look.value
 

@@ -402,10 +402,13 @@ class Run:
         self.scope.pop(KEEP, None)
 
     def forget(self) -> None:
-        """Hold no values any longer: what the block saved has been told."""
+        """Hold no values any longer: what the block has to say has been told."""
         self.scope.clear()
         self.saves = Saves(self.code)
-        self.value = self.look = None
+        self.recorders = []
+        self.value = self.look = self.keeper = None
+        if self.error is not None:
+            self.error.__traceback__ = None  # whose frames hold what functions of the block did
 
     def _timeout(self, error: BlockTimeout) -> BlockTimeout:
         if self.limit is None:

@@ -144,7 +144,7 @@ class Deferred:
         run.step, run.known = 0, traced.made - 1
         # Its steps are all behind it, the last one as well as the first.
         over, run.over = run.over, False
-        self.interleaver.show([run], (), {}, _nothing)
+        self.interleaver.show([run], (), {})
         run.over = over
 
     @contextmanager
@@ -158,10 +158,6 @@ class Deferred:
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
-
-
-def _nothing(run: Run, location: Location) -> Any:
-    raise LookupError(location)
 
 
 def parts_of(seats: list[Seat], way: Way) -> tuple[list[Run], list[Observed]]:

@@ -106,7 +106,10 @@ class Samplings:
             self._params, self._arguments = sampling_of(named), arguments
             # vLLM need not copy all of what is in them for each request, either.
             self._params.skip_clone = True
-        return copy.copy(self._params)
+        params = copy.copy(self._params)
+        # vLLM notes there by what it is followed, and it is the user's own.
+        params.structured_outputs = copy.copy(params.structured_outputs)
+        return params
 
 
 def _same(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:

@@ -16,8 +16,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch import Tensor
-
 from nnsight_core.code import compile_block
 from nnsight_core.current import current_run
 from nnsight_core.effects import Effects
@@ -32,7 +30,7 @@ from nnsight_core.traceback import users_file
 from nnsight_core.watch import Watch
 from nnsight_core.wire.blocks import encode_ended, encode_saved
 from nnsight_core.wire.bounded import BoundedEncoder, Room
-from nnsight_core.wire.data import Encoder, bring
+from nnsight_core.wire.data import Brought, Encoder, bring
 from nnsight_core.wire.forms import tagged
 from nnsight_core.wire.frames import Frame
 from nnsight_core.wire.messages import (
@@ -113,7 +111,7 @@ class Tracing:
         extra = {"print": _print(self.printed)}
         self.blocks = Blocks(root, self._tree, store, pickle, extra, limit, policy)
         self._allowance = Allowance()
-        self._brought: dict[int, Tensor] = {}
+        self._brought: Brought = {}
         self._ended: list[Traced] = []
         self._streaming: dict[Traced, None] = {}
         self._show = warnings.showwarning
@@ -241,14 +239,17 @@ class Tracing:
 
     def send(self) -> None:
         """Send what has ended, what is new, and of which runs the finished output is waited for."""
-        ended = [traced for traced in self._ended if not traced.sent]
-        if len(ended) > 1:
-            self._bring(ended)
-        for traced in ended:
-            if not traced.sent:
+        while self._ended:
+            # While they are sent, others may fail.
+            ended = [t for t in dict.fromkeys(self._ended) if not t.sent]
+            self._ended.clear()
+            if len(ended) > 1:
+                self._bring(ended)
+            for traced in ended:
                 self._send(traced)
-        self._brought = {}
-        self._ended.clear()
+            self._brought = {}
+            for traced in ended:
+                traced.forget()
         for traced in list(self._streaming):
             self._stream(traced)
         for traced in self.awaited.values():
@@ -279,6 +280,7 @@ class Tracing:
         except BaseException as error:
             self.fail(traced, _safe(error))
             self._send(traced)
+            traced.forget()
 
     def _send(self, traced: Traced) -> None:
         run = traced.run
@@ -301,8 +303,6 @@ class Tracing:
         self.awaited.pop((traced.key, traced.sequence, traced.edit), None)
         if run.error is not None or not (traced.written or traced.lowered or run.recorders):
             self._retire(traced)
-        # It and its run hold each other, and would hold these until Python looks for cycles.
-        run.forget()
         self._emit(frame)
 
     def _encoded(self, traced: Traced) -> Frame:

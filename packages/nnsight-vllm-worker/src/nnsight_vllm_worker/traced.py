@@ -182,6 +182,14 @@ class Traced:
             return self.written.again(self, part.computed, part.tokens)
         return ()
 
+    def forget(self) -> None:
+        """Hold no values any longer: its block has said all that it has to say.
+
+        It and its run hold each other, and would hold them until Python looks for cycles.
+        """
+        self.run.forget()
+        self.told = self.pieces = self._pieces = None
+
     def _piece(self, part: Part, draws: bool) -> None:
         if part.computed == 0:
             self._pieces = None  # else of a prefill that was preempted in the middle

@@ -39,12 +39,12 @@ class Encoder:
 
     Attributes:
         buffers: the buffers of everything encoded so far.
-        brought: tensors that have been copied from their device before, by id. See `bring`.
+        brought: what has been copied from its device before. See `bring`.
     """
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self.brought: Mapping[int, Tensor] = {}
+        self.brought: Brought = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._often: set[int] = set()
         self._seen: dict[int, tuple[int, Any]] = {}
@@ -187,8 +187,13 @@ class Encoder:
         place = self._places.get(id(tensor))
         if place is not None:
             return {"$": "tensor", **form, "b": place[0], "at": place[1]}
-        held = self.brought.get(id(tensor), tensor)
-        return {"$": "tensor", **form, "b": self.buffer(tensor_bytes(held))}
+        return {"$": "tensor", **form, "b": self.buffer(tensor_bytes(self._held(tensor)))}
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        """The tensor, on the host if it has been brought there."""
+        brought = self.brought.get(id(tensor))
+        # An id may be another's by now.
+        return brought[1] if brought is not None and brought[0] is tensor else tensor
 
     def pack(self, *values: Any) -> None:
         """Put the many small tensors of values into few buffers, those of a device in one go.
@@ -201,7 +206,7 @@ class Encoder:
         alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         for tensor in tensors:
             if _is_small(tensor):
-                held = self.brought.get(id(tensor), tensor)
+                held = self._held(tensor)
                 alike.setdefault((held.dtype, held.device), {})[id(tensor)] = held
         for packed in alike.values():
             size = sum(tensor.numel() * tensor.element_size() for tensor in packed.values())
@@ -430,11 +435,15 @@ def loaded(module: str, name: str) -> Any:
     return found
 
 
-def bring(values: Iterable[Any]) -> dict[int, Tensor]:
-    """The small tensors of a device that are in values, copied to the host in one go, by id.
+Brought = Mapping[int, tuple[Tensor, Tensor]]
+"""By id, a tensor of a device and what it holds, on the host."""
 
-    The values have to be there, and stay as they are, for as long as this is used. Of very many,
-    only the first are copied: whether the others may come home is judged before they are.
+
+def bring(values: Iterable[Any]) -> Brought:
+    """The small tensors of a device that are in values, copied to the host in one go.
+
+    The values have to stay as they are for as long as this is used. Of very many, only the first
+    are copied: whether the others may come home is judged before they are.
     """
     alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
     left = _TOGETHER
@@ -442,12 +451,12 @@ def bring(values: Iterable[Any]) -> dict[int, Tensor]:
         if _is_elsewhere(tensor) and _is_small(tensor) and left > 0:
             alike.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
             left -= tensor.numel() * tensor.element_size()
-    brought: dict[int, Tensor] = {}
+    brought: dict[int, tuple[Tensor, Tensor]] = {}
     for found in alike.values():
         together = torch.cat([tensor.reshape(-1) for tensor in found.values()]).cpu()
         parts = together.split([tensor.numel() for tensor in found.values()])
         for (key, tensor), part in zip(found.items(), parts, strict=True):
-            brought[key] = part.view(tensor.shape)
+            brought[key] = tensor, part.view(tensor.shape)
     return brought
 
 
