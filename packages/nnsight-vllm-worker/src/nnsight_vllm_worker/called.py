@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +52,7 @@ class Called:
         Raises:
             RuntimeError: as PyTorch would on one rank, with the tensor's device, layout or shape.
         """
-        layouts = self._layouts(path, "input")
-        for index, tensor in enumerate(tensors):
+        for tensor, layout in zip(tensors, self._layouts(path, "input"), strict=False):
             device, shape = self._values.device, list(tensor.shape)
             if tensor.device.type != device.type or tensor.layout is not torch.strided:
                 raise RuntimeError(
@@ -59,7 +60,6 @@ class Called:
                     f"model's are dense ones on {device}. Make it of a value of the block "
                     "(`hidden.new_zeros(...)`), or move it there (`.to(hidden.device)`)."
                 )
-            layout = layouts[index] if index < len(layouts) else None
             if not isinstance(layout, Split):
                 continue
             width = layout.whole(self._values.ranks.size)
@@ -94,17 +94,9 @@ class Called:
     @or_end
     def _arguments(self, path: str, form: Any, tensors: list[Tensor] | None) -> Any:
         """The arguments of a call, as this rank has them."""
-        found: list[Tensor] = []
         layouts = self._layouts(path, "input")
-
-        def fill(hole: Hole) -> Tensor:
-            index = len(found)
-            given = None if tensors is None else tensors[index]
-            layout = layouts[index] if index < len(layouts) else None
-            found.append(self._given(layout, hole, given))
-            return found[-1]
-
-        return self._filled(form, fill)
+        given = itertools.repeat(None) if tensors is None else iter(tensors)
+        return self._filled(form, lambda hole: self._given(next(layouts), hole, next(given)))
 
     def _given(self, layout: Layout, hole: Hole, given: Tensor | None) -> Tensor:
         ranks = self._values.ranks
@@ -116,10 +108,10 @@ class Called:
         return ranks.deal(layout, given, like.new_empty(shape), last)
 
     def _result(self, path: str, made: Any) -> Any:
-        layouts = iter(self._layouts(path, "output"))
+        layouts = self._layouts(path, "output")
 
         def whole(tensor: Tensor) -> Tensor:
-            layout = next(layouts, None)
+            layout = next(layouts)
             if not isinstance(layout, Split | Sum):
                 return tensor
             joined = self._values.ranks.join(layout, tensor, tensor.dim() - 1)
@@ -138,8 +130,10 @@ class Called:
             return {key: self._filled(each, fill) for key, each in form.items()}
         return form
 
-    def _layouts(self, path: str, side: str) -> tuple[Layout, ...]:
-        return self._values.rows.layouts.get(self._places.location(path, side), ())
+    def _layouts(self, path: str, side: str) -> Iterator[Layout]:
+        """How the ranks hold each tensor; None from where nothing is known of any."""
+        known = self._values.rows.layouts.get(self._places.location(path, side), ())
+        return itertools.chain(known, itertools.repeat(None))
 
 
 def _like(value: Any, parts: list[Any]) -> Any:
