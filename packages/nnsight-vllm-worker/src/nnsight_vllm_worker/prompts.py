@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,7 @@ def prompt_of(prompt: Any) -> Any:
             if prompt.get(key) is not None:
                 raise NotSupportedError(f"A prompt with {key!r}: {what}. Give text or token ids.")
         return dict(prompt)
-    if isinstance(prompt, torch.Tensor) or (
-        isinstance(prompt, list | tuple) and all(isinstance(i, int) for i in prompt)
-    ):
+    if isinstance(prompt, torch.Tensor) or (isinstance(prompt, list | tuple) and _numbers(prompt)):
         return {"prompt_token_ids": _ids(prompt, None)}
     if isinstance(prompt, list | tuple):
         raise ValueError(
@@ -189,11 +187,17 @@ def _ids(ids: Any, mask: Any) -> list[int]:
     return flat
 
 
+def _numbers(values: Sequence[Any]) -> bool:
+    return all(issubclass(kind, int) for kind in set(map(type, values)))
+
+
 def _row(values: Any) -> list[int]:
     """The numbers of one row, in any form."""
     if isinstance(values, list | tuple) and len(values) == 1 and not isinstance(values[0], int):
         values = values[0]
     if isinstance(values, list | tuple):
+        if set(map(type, values)) == {int}:
+            return [*values]
         nested = next((v for v in values if isinstance(v, list | tuple)), None)
         if nested is not None:
             raise ValueError(

@@ -3,7 +3,8 @@
 It does two things to each tensor of a location: rows that the tables name are written (`tables`),
 and rows that have a slot are copied to it (`taps`). Both are decided by device memory alone, so the
 operation can lie in a CUDA graph: a row without an entry and without a slot costs one look at each.
-Where its Python runs (a step without graphs), a sink may be asked as well.
+Where its Python runs (a step without graphs), a tap of which nobody wants anything does nothing,
+and a sink may be asked as well.
 
 The operation tells layers apart by the tensors it is given and by nothing else: a number would make
 vLLM compile each layer anew.
@@ -11,7 +12,7 @@ vLLM compile each layer anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from torch import Tensor
 Sink = Callable[[list[Tensor]], None]
 SINKS: dict[int, list[Sink]] = {}
 """What is called with a location's tensors where Python runs, by the address of its first slab."""
+
+WANTED: dict[int, Collection[int]] = {}
+"""The first slabs of the taps that have something to do in the pass that runs, by the address of
+their engine's map of slots; of an engine that is not named here, all have."""
 
 ADD, SCALE, SET, PROJECT = 1, 2, 3, 4
 """What an entry of the tables does to a row `x`: `x + a`, `x * a`, `a`, `x - f (x @ a) b`."""
@@ -45,9 +50,14 @@ def tap(
             after it or 0, and in which operand a projection's direction lies); `factors`
             (`[entries]`, float32).
     """
-    run = _on_gpu if values[0].is_cuda else _on_cpu
-    run(values, slabs, slots, entries, *tables)
-    for sink in SINKS.get(slabs[0].data_ptr(), ()):
+    address = slabs[0].data_ptr()
+    wanted = WANTED.get(slots.data_ptr())
+    on_gpu = values[0].is_cuda
+    # A graph that is captured is for other passes as well.
+    if wanted is None or address in wanted or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        run = _on_gpu if on_gpu else _on_cpu
+        run(values, slabs, slots, entries, *tables)
+    for sink in SINKS.get(address, ()):
         sink(values)
 
 
@@ -70,13 +80,14 @@ def _on_cpu(
         rows = value.shape[0]
         flat = value.view(rows, -1)
         width = flat.shape[1]
-        for row in entries[index, :rows].nonzero().flatten().tolist():
-            entry = int(entries[index, row])
+        firsts = entries[index, :rows]
+        for first in firsts.unique().tolist():
+            its, entry = (firsts == first).nonzero().flatten(), first
             while entry:
                 kind, after, along = kinds[entry].tolist()
-                a, x = operands[entry, :width], flat[row].float()
-                new = _written(kind, x, a, factors[entry] * operands[along, :width])
-                flat[row] = torch.where(masks[entry, :width], new.to(flat.dtype), flat[row])
+                a, x = operands[entry, :width], flat[its]
+                new = _written(kind, x.float(), a, factors[entry] * operands[along, :width])
+                flat[its] = torch.where(masks[entry, :width], new.to(flat.dtype), x)
                 entry = after
         mine = slots[:rows] >= 0
         if mine.any():
@@ -91,7 +102,7 @@ def _written(kind: int, x: Tensor, a: Tensor, along: Tensor) -> Tensor:
             return x * a
         case 3:
             return a
-    return x - (x @ a) * along
+    return x - (x * a).sum(-1, keepdim=True) * along
 
 
 def _on_gpu(
