@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,11 +66,15 @@ class Copies:
         requests: the requests' rows among those of the batch.
         spans: the rows of each request's step in the batch.
         first: the slot of the first one.
+        ahead: how many passes after that of its seats it is of.
+        blind: whether all of the requests end by their length alone.
         values: by tap, in the order of the forward pass.
     """
 
     def __init__(self, taps: Taps, seats: list[Seat], tokens: Sequence[int], first: int) -> None:
         self.seats = seats
+        self.ahead = 0
+        self.blind = all(seat.entry.traced.ending.blind for seat in seats)
         self.requests: list[int] = []
         self.spans: list[tuple[int, int]] = []
         stops = list(itertools.accumulate(tokens))
@@ -88,12 +93,20 @@ class Copies:
         self._taps = taps
         self.first = first
 
+    def next(self) -> Copies:
+        """Those of the pass after it, which is over the same requests, a token further each."""
+        after = copy(self)
+        after.ahead += 1
+        after.values = {}
+        return after
+
     def take(self) -> None:
         """Copy what lies in the slots."""
         if self._listening:
             self.values = self._heard
         elif self.wanted:
-            self.values = self._taps.copies(self.wanted, self.first, self.rows)
+            lengths = [stop - start for start, stop in self.spans]
+            self.values = self._taps.copies(self.wanted, self.first, lengths)
 
     def listen(self) -> None:
         """Have it copied within the pass: there are more rows than slots."""
@@ -107,8 +120,7 @@ class Copies:
     def own(self, run: Run, at: Location, rows: RowMap) -> Any:
         """What of a tap is one run's own, in tensors that nobody else has been given."""
         if isinstance(self.values, Kept):
-            span = rows.span(run.key)
-            return rows.completed(run, at, self.values.rows(at, span.start, span.stop))
+            return rows.completed(run, at, self.values.of(at, rows.span(run.key).row))
         return rows.own(run, at, self.values[at])
 
     def tensors(self) -> list[Tensor]:

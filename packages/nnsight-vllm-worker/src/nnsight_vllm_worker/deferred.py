@@ -40,15 +40,18 @@ class Pass:
         self.logits = logits
         self.samples = take_rows(samples, copies.requests)
         self.done: torch.cuda.Event | None = None
-        self._tokens = self.samples
+        self._tokens = None if copies.blind else self.samples
         if samples.is_cuda:
-            self._tokens = torch.empty_like(self.samples, device="cpu", pin_memory=True)
-            self._tokens.copy_(self.samples, non_blocking=True)
+            if self._tokens is not None:
+                self._tokens = torch.empty_like(self.samples, device="cpu", pin_memory=True)
+                self._tokens.copy_(self.samples, non_blocking=True)
             self.done = torch.cuda.Event()
             self.done.record()
 
     def tokens(self) -> list[int]:
-        """The drawn tokens, as soon as the device has drawn them."""
+        """The drawn tokens, as soon as the device has drawn them; zeros if no request minds."""
+        if self._tokens is None:
+            return [0] * len(self.copies.requests)
         if self.done is not None:
             self.done.synchronize()
         return self._tokens.flatten().tolist()
@@ -70,6 +73,7 @@ class Deferred:
         self.interleaver = Interleaver(self.rows, interleaver.on_end)
         self.interleaver.places = interleaver.places
         self._passes: deque[Pass] = deque()
+        self._placed: list[tuple[int, int]] | None = None
         self._tracing = tracing
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self.apart = True
@@ -105,32 +109,35 @@ class Deferred:
     def _show(self, seen: Pass) -> None:
         """The pass as the blocks see it."""
         interleaver = self.interleaver
-        self.rows.place(seen.copies.order(in_batch=False), len(seen.copies.requests))
-        seats = [seat for seat in seen.copies.seats if not seat.entry.traced.run.over]
+        copies = seen.copies
+        if copies.spans is not self._placed:
+            self._placed = copies.spans
+            self.rows.place(copies.order(in_batch=False), len(copies.requests))
+        seats = [seat for seat in copies.seats if not seat.entry.traced.run.over]
         for seat in seats:
-            seat.entry.take(self.rows)
+            seat.entry.take(self.rows, copies.ahead)
         engines: dict[Location, Any] = {} if seen.logits is None else {LOGITS: seen.logits}
         engines[SAMPLES] = seen.samples
         # In forward order: `ChainMap` begins with its last map.
-        values = ChainMap(engines, seen.copies.values)  # type: ignore[arg-type]
+        values = ChainMap(engines, copies.values)  # type: ignore[arg-type]
 
         def own(run: Run, location: Location) -> Any:
             if location in engines:
                 return self.rows.own(run, location, engines[location])
-            return seen.copies.own(run, location, self.rows)
+            return copies.own(run, location, self.rows)
 
-        interleaver.show(*parts_of(seats, Way.DEFERRED), values, own)
+        interleaver.show(*parts_of(seats, Way.DEFERRED, copies.ahead), values, own)
 
     def _draw(self, seen: Pass) -> None:
         """Judge by the drawn tokens which requests have ended."""
         tokens = seen.tokens()
         for seat in seen.copies.seats:
             traced, token = seat.entry.traced, tokens[seat.place]
+            step = seat.entry.step + seen.copies.ahead
             if not seat.entry.draws or traced.run.over:
                 continue
-            blind = traced.alone and traced.ending.blind
-            traced.made = seat.entry.step + 1
-            if traced.ending.last(seat.entry.step) if blind else traced.ending.over(token):
+            traced.made = step + 1
+            if traced.ending.over(step, token):
                 if traced.alone:
                     self.catch_up(traced)
                 self.interleaver.finish(traced.run)
@@ -160,14 +167,18 @@ class Deferred:
             yield
 
 
-def parts_of(seats: list[Seat], way: Way) -> tuple[list[Run], list[Observed]]:
-    """The runs that take part in a pass of this way, and what looks on besides them."""
+def parts_of(seats: list[Seat], way: Way, ahead: int = 0) -> tuple[list[Run], list[Observed]]:
+    """The runs that take part in a pass of this way, and what looks on besides them.
+
+    Args:
+        ahead: how many passes after that of the seats it is.
+    """
     runs = []
     for seat in seats:
         traced = seat.entry.traced
         if seat.entry.draws and not traced.alone:
             takes_part = traced.run.ready() or bool(traced.run.recorders)
-            tables = traced.writes_in(seat.entry.step)
+            tables = traced.writes_in(seat.entry.step + ahead)
             way_taken = "tables" if tables else way.name.lower() if takes_part else "plain"
             traced.ways[way_taken] += 1
             if takes_part:

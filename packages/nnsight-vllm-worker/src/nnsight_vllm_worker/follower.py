@@ -134,7 +134,9 @@ class FollowerSteps:
         self.taps = taps
         self.tables = follower._tables
         self.blocked = Blocked()
+        self.lasting = 0
         self._plan: Plan | None = None
+        self._lasts: Plan | None = None
 
     @property
     def busy(self) -> bool:
@@ -160,6 +162,9 @@ class FollowerSteps:
     def requests(self, new: list[Arrival], gone: set[str]) -> None:
         """Requests come and go."""
         self._rest()
+        if new or gone:
+            self.lasting = 0
+        self.taps.want()
         if self.blocked.come(new, gone):
             self.follower.follow()
 
@@ -176,7 +181,20 @@ class FollowerSteps:
             self.taps.place(plan.slots)
         if plan.entries is not None:
             self.tables.place(plan.entries)
+        self.lasting, self._lasts = plan.lasting, plan
+        self._want(plan)
         self.interleaver.wait(go.waiting)
+
+    def again(self) -> None:
+        """The pass is like the one before. See `step.Steps.again`."""
+        self.lasting -= 1
+        self._plan = self._lasts
+        assert self._plan is not None
+        self._want(self._plan)
+
+    def _want(self, plan: Plan) -> None:
+        taken = [self.follower.at(name) for each in plan.taken for name in each.names]
+        self.taps.want(self.taps.busy(taken, self.tables.tensors))
 
     def listen(self) -> None:
         """The pass runs compiled and without graphs, so that taps can call us."""

@@ -77,6 +77,7 @@ class Plan(NamedTuple):
         spans: the tokens of those that have blocks.
         stages: whether blocks may run between the forward pass and its end.
         quiet: whether nothing more is told until a request with a block comes.
+        lasting: for how many passes after it nothing is told, since it holds for them as well.
     """
 
     way: int
@@ -91,6 +92,7 @@ class Plan(NamedTuple):
     spans: Spans
     stages: bool
     quiet: bool
+    lasting: int
 
 
 class Writes(NamedTuple):

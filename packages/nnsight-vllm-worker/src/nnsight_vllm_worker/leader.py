@@ -225,7 +225,6 @@ class LeaderSteps(Steps):
             for part, stop in zip(batch, stops, strict=True)
             if part.request in blocks
         )
-        kept = [copies for copies in (self._later, self._after) if copies is not None]
         slots, entries = self.taps.placed, self.tracing.tables.seats
         before, self._told = self._told, (slots, entries)
         return Plan(
@@ -235,12 +234,13 @@ class LeaderSteps(Steps):
             slots=None if slots is before[0] else slots,
             entries=None if entries is before[1] else entries,
             placed=bool(entries),
-            taken=tuple(taken for copies in kept for taken in self._taken(copies)),
+            taken=tuple(taken for copies in self._copies() for taken in self._taken(copies)),
             tokens=stops[-1] if stops else 0,
             requests=len(batch),
             spans=spans,
             stages=self.way >= Way.AFTER,
             quiet=not blocks and not self.tracing.tables.placed,
+            lasting=self.lasting,
         )
 
     def _taken(self, copies: Copies) -> Iterator[Taken]:

@@ -10,7 +10,7 @@ pass (interleaved, eager), when it is over (after), or when the next one is on i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from nnsight_vllm_worker.copies import Copies, Seat, take_rows
 from nnsight_vllm_worker.deferred import Deferred, parts_of
 from nnsight_vllm_worker.requests import FOREIGN, Tracing
 from nnsight_vllm_worker.rows import Placed, RowMap
+from nnsight_vllm_worker.steady import lasting
 from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.traced import Arrival, Entry, Part, Traced
 
@@ -43,6 +44,11 @@ class Passes(Protocol):
 
     def requests(self, new: list[Arrival], gone: set[str]) -> None: ...
 
+    @property
+    def lasting(self) -> int: ...
+
+    def again(self) -> None: ...
+
     def begin(self, batch: list[Part]) -> None: ...
 
     def listen(self) -> None: ...
@@ -58,6 +64,10 @@ class Passes(Protocol):
     def end(self) -> list[str]: ...
 
 
+_Lasts = tuple[Way, Copies | None, Collection[int]]
+_PLAIN: _Lasts = (Way.PLAIN, None, ())
+
+
 class Steps:
     """The steps of one engine, and the blocks of the requests in it.
 
@@ -68,6 +78,7 @@ class Steps:
         way: how the pass runs that is running, the slowest way of its requests.
         graphs: whether it may replay vLLM's graphs.
         breaks: the taps at which its blocks run; graphs that break there may be replayed.
+        lasting: how many passes after it may be begun with `again`.
     """
 
     def __init__(
@@ -82,6 +93,7 @@ class Steps:
         self.graphs = True
         self.breaks: tuple[Location, ...] = ()
         self._unheard: list[Copies] = []
+        self.lasting = 0
         self._compiled = compiled
         self._final = False
         self._here: set[str] = set()
@@ -89,6 +101,7 @@ class Steps:
         self._after: Copies | None = None
         self._later: Copies | None = None
         self._logits: Tensor | None = None
+        self._lasts = _PLAIN
 
     @property
     def busy(self) -> bool:
@@ -104,6 +117,9 @@ class Steps:
         """Requests come and go. One that was preempted may come again."""
         if self._within or self._later is not None:
             self._interrupted()
+        if new or gone:
+            self.lasting, self._lasts = 0, _PLAIN
+        self.taps.want()
         if new and not self.tracing.awaited:
             self.deferred.apart = True
         for request in gone:
@@ -142,10 +158,10 @@ class Steps:
     def begin(self, batch: list[Part]) -> None:
         """The forward pass is about to run on this batch."""
         self._reset()
-        seats = [seat for row, part in enumerate(batch) for seat in self._enter(row, part)]
-        self._final = len({s.row for s in seats}) == len(batch) and all(s.last for s in seats)
+        every = [seat for row, part in enumerate(batch) for seat in self._enter(row, part)]
+        self._final = len({s.row for s in every}) == len(batch) and all(s.last for s in every)
         self._place_writes(batch)
-        seats = [seat for seat in seats if seat.observed or not seat.idle]
+        seats = [seat for seat in every if seat.observed or not seat.idle]
         self.way = max([self._way(seat) for seat in seats], default=Way.PLAIN)
         if self.way is Way.AFTER:
             self._join(seats)
@@ -153,6 +169,21 @@ class Steps:
             self._run_within(batch, seats)
         elif seats:
             self._copy_from(batch, seats)
+        copied = [at for copies in self._copies() for at in copies.wanted]
+        busy = self.taps.busy(copied, self.tracing.tables.tensors)
+        self.taps.want(busy)
+        self.lasting = lasting(batch, every) if self.way < Way.AFTER and self.graphs else 0
+        if self.lasting:
+            self._lasts = self.way, self._later and self._later.next(), busy
+
+    def again(self) -> None:
+        """The pass is over the requests of the one before, a token further each, as it `lasts`."""
+        self._reset()
+        self.lasting -= 1
+        self.way, self._later, busy = self._lasts
+        if self._later is not None:
+            self._lasts = self.way, self._later.next(), busy
+        self.taps.want(busy)
 
     def _place_writes(self, batch: list[Part]) -> None:
         """Let the taps write what blocks have them write in this pass."""
@@ -235,7 +266,7 @@ class Steps:
         if after:
             first = self._later.rows if self._later is not None else 0
             self._after = Copies(self.taps, after, tokens, first)
-        kept = [copies for copies in (self._later, self._after) if copies is not None]
+        kept = self._copies()
         if not any(copies.wanted for copies in kept):
             return
         if sum(copies.rows for copies in kept) <= self.taps.slots:
@@ -243,6 +274,9 @@ class Steps:
         else:
             self.graphs = False
             self._unheard = kept
+
+    def _copies(self) -> list[Copies]:
+        return [copies for copies in (self._later, self._after) if copies is not None]
 
     def listen(self) -> None:
         """The pass runs compiled and without graphs, so that taps can call us."""
@@ -259,9 +293,8 @@ class Steps:
 
     def forwarded(self) -> None:
         """The forward pass is over; `logits` comes next."""
-        for copies in (self._later, self._after):
-            if copies is not None:
-                copies.take()
+        for copies in self._copies():
+            copies.take()
 
     def logits(self, logits: Tensor | None) -> None:
         """`[requests, vocab]`, before anything is sampled."""
@@ -298,14 +331,14 @@ class Steps:
             self.interleaver.arrive(SAMPLES, samples)
         drawing = [seat for seat in self._within if seat.entry.draws]
         if drawing:
-            tokens: list[int | None] = [None] * len(drawing)
+            tokens = [0] * len(drawing)
             # Where no token can end a request, the device need not be waited for.
             if not all(seat.entry.traced.ending.blind for seat in drawing):
                 tokens = samples[[seat.row for seat in drawing], 0].tolist()
             for seat, token in zip(drawing, tokens, strict=True):
                 traced = seat.entry.traced
                 traced.made += 1
-                traced.run.over = traced.ending.over(token)
+                traced.run.over = traced.ending.over(seat.entry.step, token)
         if self._later is not None:
             self.deferred.add(self._later, self._logits, samples)
 

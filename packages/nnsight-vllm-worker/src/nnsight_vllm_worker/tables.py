@@ -7,6 +7,7 @@ which nothing has changed since the last one costs no copy.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,6 +75,12 @@ class Table:
         return known
 
     def _spans(self, computed: int, tokens: int) -> list[Span]:
+        if len({write.tensor for write in self.writes}) == len(self.writes):
+            return [
+                Span(write.tensor, start, stop, write.entry)
+                for write in sorted(self.writes, key=lambda write: write.tensor)
+                for start, stop in _stretches(self._rows(write.affine, computed, tokens))
+            ]
         on: dict[tuple[int, int], tuple[int, ...]] = {}
         for write in self.writes:
             for row in self._rows(write.affine, computed, tokens):
@@ -89,14 +96,17 @@ class Table:
         return spans
 
     def _rows(self, affine: Affine, computed: int, tokens: int) -> list[int]:
-        """The rows of a part of the request that a write is for, each in the step it belongs to."""
+        """The rows of a part of the request that a write is for, each in the step it belongs to.
+
+        They ascend.
+        """
         first = _chosen(affine.rows, self.prompt) if 0 in affine.steps else []
         later = bool(_chosen(affine.rows, 1))
         rows = [row - computed for row in first if computed <= row < computed + tokens]
         for position in range(max(computed, self.prompt), computed + tokens):
             if later and position - self.prompt + 1 in affine.steps:
                 rows.append(position - computed)
-        return rows
+        return sorted(rows)
 
     def _chain(self, entries: tuple[int, ...]) -> int:
         """The first of several entries for one row, each of which leads to the next."""
@@ -106,6 +116,15 @@ class Table:
             after = self._chain(entries[1:])
             self._chains[entries] = self._tables.copy(self, entries[0], after)
         return self._chains[entries]
+
+
+def _stretches(rows: list[int]) -> list[tuple[int, int]]:
+    """Ascending numbers, as stretches of such as follow one another."""
+    if rows and rows[-1] - rows[0] == len(rows) - 1:
+        return [(rows[0], rows[-1] + 1)]
+    breaks = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1]
+    edges = [0, *breaks, len(rows)]
+    return [(rows[a], rows[b - 1] + 1) for a, b in itertools.pairwise(edges) if a < b]
 
 
 def _chosen(rows: slice | int, count: int) -> list[int]:
@@ -126,12 +145,17 @@ class Full(EngineError):
 
 
 class Tables:
-    """The tables of one engine, and who has entries in them."""
+    """The tables of one engine, and who has entries in them.
+
+    Attributes:
+        tensors: of which some rows of the pass have entries.
+    """
 
     def __init__(self, taps: Taps) -> None:
         self._taps = taps
         self._free = list(range(taps.kinds.shape[0] - 1, 0, -1))
         self._placed: list[tuple[int, tuple[Span, ...]]] = []
+        self.tensors: set[int] = set()
         self._tables: dict[tuple[int, ...], Table] = {}
 
     @property
@@ -208,6 +232,7 @@ class Tables:
         for tensor, number in line.items():
             self._taps.entries[tensor, :rows].copy_(host[number], non_blocking=True)
         self._placed = wanted
+        self.tensors = {span.tensor for _, spans in wanted for span in spans}
 
     def _entry(self, table: Table) -> int:
         if not self._free:

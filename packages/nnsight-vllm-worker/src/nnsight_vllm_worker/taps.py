@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,10 @@ from nnsight_core.locations import Location
 from nnsight_core.node import Places
 from nnsight_core.taps import RESID
 from nnsight_core.tree import TOKENS, TensorInfo
+from nnsight_core.visit import outside_inference
 from nnsight_vllm_worker.layouts import Layout, Split, Sum, join
 from nnsight_vllm_worker.record import Record, Slot
-from nnsight_vllm_worker.tap_op import SINKS
+from nnsight_vllm_worker.tap_op import SINKS, WANTED
 from nnsight_vllm_worker.vllm_ports.parallel import Ranks
 
 MOST_BYTES = 256 * 2**20
@@ -34,9 +35,6 @@ FEWEST, MOST = 64, 1024
 ENTRIES = 1024
 """Entries of the tables that writes go through."""
 _WIDEST = 65536
-_MANY = 8
-"""Of how many lines one has to be asked for, for all of them to be had at once."""
-
 
 Kind = tuple[str, int]
 """Dtype and width of a tensor."""
@@ -136,6 +134,7 @@ class Taps:
         self.kinds = torch.zeros((ENTRIES, 3), dtype=torch.int32, device=device)
         self.factors = torch.zeros((ENTRIES,), dtype=torch.float32, device=device)
         self._place: list[tuple[int, int]] = []
+        self._addresses: list[int] = []
         self._heard: list[int] = []
         number = 0
         for at in chosen:
@@ -149,6 +148,9 @@ class Taps:
             form = record.forms[at]
             self.taps[at] = Tap(at, keys, whole, slabs, places, number, form, layouts)
             number += len(infos)
+            self._addresses += [slabs[0].data_ptr()] * len(infos)
+        # Another engine's, whose memory this was.
+        WANTED.pop(self._map.data_ptr(), None)
         self.bytes = sum(
             t.numel() * t.element_size()
             for t in (
@@ -236,21 +238,22 @@ class Taps:
         self._map[:rows].copy_(slots, non_blocking=True)
         self._place = spans
 
-    def copies(self, wanted: tuple[Location, ...], first: int, rows: int) -> Kept:
-        """The values of taps, with the rows in `rows` slots from `first` on, as copies."""
-        lines = self._lines_of(wanted)
+    def copies(self, wanted: tuple[Location, ...], first: int, lengths: Sequence[int]) -> Kept:
+        """The values of taps, as copies: of each request so many rows, from slot `first` on."""
+        lines, rows = self._lines_of(wanted), sum(lengths)
         copies = {}
-        for kind, (chosen, index) in lines.items():
-            memory = self._memory[kind][:, first : first + rows]
-            if chosen == list(range(chosen[0], chosen[0] + len(chosen))):
-                copies[kind] = memory[chosen[0] : chosen[0] + len(chosen)].clone()
-            else:
-                copies[kind] = memory.index_select(0, index)
+        with outside_inference():
+            for kind, (chosen, index) in lines.items():
+                memory = self._memory[kind][:, first : first + rows]
+                if chosen == list(range(chosen[0], chosen[0] + len(chosen))):
+                    copies[kind] = memory[chosen[0] : chosen[0] + len(chosen)].clone()
+                else:
+                    copies[kind] = memory.index_select(0, index)
         shared = tuple(at for at in wanted if self.taps[at].shared)
         numbers = self._numbers.get(wanted)
         if numbers is None:
             numbers = self._numbers[wanted] = self._numbered(wanted, shared)
-        return Kept(self, numbers, copies, self.gather(shared, first, rows))
+        return Kept(self, numbers, copies, self.gather(shared, first, rows), lengths)
 
     def gather(self, shared: tuple[Location, ...], first: int, rows: int) -> Shards:
         """What every rank has in these slots of taps, on the first rank; called on all of them."""
@@ -316,6 +319,21 @@ class Taps:
 
             SINKS.setdefault(self._heard[-1], []).append(call)
 
+    def busy(self, copied: Iterable[Location], written: Iterable[int]) -> Collection[int]:
+        """The taps that have something to do in a pass, as `want` takes them.
+
+        Args:
+            copied: those of which rows have slots.
+            written: the tensors of which rows have entries, by their row in `entries`.
+        """
+        addresses = {self._addresses[tensor] for tensor in written}
+        addresses.update(self.taps[at].slabs[0].data_ptr() for at in copied)
+        return addresses
+
+    def want(self, busy: Collection[int] = ()) -> None:
+        """Say which taps have something to do in the pass that begins; the others do nothing."""
+        WANTED[self._map.data_ptr()] = busy
+
     def rest(self) -> None:
         """Have no sink called any more."""
         for address in self._heard:
@@ -336,16 +354,29 @@ def _width(info: TensorInfo) -> int:
 
 
 class Kept(Mapping[Location, Any]):
-    """Copies of what some taps hold; a value is put together when it is asked for."""
+    """Copies of what some taps hold; a value is put together when it is asked for.
+
+    Args:
+        numbers: where in the copies each tensor lies.
+        copies: of each kind of memory, `[lines, rows, width]`.
+        shards: what each rank has of lines that none has whole.
+        lengths: how many of the rows are each request's.
+    """
 
     def __init__(
-        self, taps: Taps, numbers: Numbers, copies: dict[Kind, Tensor], shards: Shards
+        self,
+        taps: Taps,
+        numbers: Numbers,
+        copies: dict[Kind, Tensor],
+        shards: Shards,
+        lengths: Sequence[int],
     ) -> None:
         self.copies = copies
-        self._cut: dict[tuple[Kind, int, int | None], tuple[Tensor | Sequence[Tensor], int]] = {}
         self._numbers = numbers
         self._shards = shards
         self._taps = taps
+        self._lengths = lengths
+        self._parts: dict[tuple[Kind, int], dict[int, Tensor]] = {}
 
     def tensors(self) -> list[Tensor]:
         """The memory of the copies."""
@@ -353,30 +384,35 @@ class Kept(Mapping[Location, Any]):
         return [*self.copies.values(), *shards]
 
     def __getitem__(self, at: Location) -> Any:
-        return self.rows(at, 0, None)
+        return self._rows(at, 0, None)
 
-    def rows(self, at: Location, first: int, stop: int | None) -> Any:
-        """What a tap holds of some rows, in tensors that nobody else has been given."""
+    def of(self, at: Location, place: int) -> Any:
+        """What a tap holds of one request, in tensors that nobody else has been given."""
+        tap = self._taps.taps[at]
+        lines = [] if tap.shared else [self._line(*where) for where in self._numbers[at]]
+        if lines and place in lines[0]:
+            return tap.value([parts.pop(place) for parts in lines])
+        first = sum(self._lengths[:place])
+        return self._rows(at, first, first + self._lengths[place])
+
+    def _line(self, kind: Kind, number: int) -> dict[int, Tensor]:
+        """The parts of one line that no request has been given."""
+        parts = self._parts.get((kind, number))
+        if parts is None:
+            # Not views: those would share their count of versions.
+            cut = torch.unsafe_split_with_sizes(self.copies[kind][number], self._lengths)
+            parts = self._parts[kind, number] = dict(enumerate(cut))
+        return parts
+
+    def _rows(self, at: Location, first: int, stop: int | None) -> Any:
         tap, tensors = self._taps.taps[at], []
         for (kind, number), layout in zip(self._numbers[at], tap.layouts, strict=True):
             if isinstance(layout, Split | Sum):
                 shards = self._shards[kind][1]
                 tensors.append(join(layout, [shard[number, first:stop] for shard in shards]))
             else:
-                # `data`: views would share their count of versions with those of other requests.
-                tensors.append(self._lines(kind, first, stop)[number].data)
+                tensors.append(self.copies[kind][number, first:stop].data)
         return tap.value(tensors)
-
-    def _lines(self, kind: Kind, first: int, stop: int | None) -> Tensor | Sequence[Tensor]:
-        """Some rows of every line; once many lines were asked for, each as a tensor of its own."""
-        lines, asked = self._cut.get((kind, first, stop), (None, 0))
-        if lines is None:
-            lines = self.copies[kind][:, first:stop]
-        if isinstance(lines, Tensor):
-            if asked * _MANY > lines.shape[0]:
-                lines = lines.unbind(0)
-            self._cut[kind, first, stop] = lines, asked + 1
-        return lines
 
     def __iter__(self) -> Iterator[Location]:
         return iter(self._numbers)

@@ -67,11 +67,11 @@ class Entry(NamedTuple):
     position: int
     pieces: Pieces | None
 
-    def take(self, rows: RowMap) -> None:
-        """Its block is about to see the pass, with these rows."""
+    def take(self, rows: RowMap, ahead: int = 0) -> None:
+        """Its block is about to see the pass, or one so many passes later, with these rows."""
         traced = self.traced
-        traced.run.step = self.step
-        traced.position = self.position
+        traced.run.step = self.step + ahead
+        traced.position = self.position + ahead
         traced.pieces = self.pieces
         traced.rows = rows
 

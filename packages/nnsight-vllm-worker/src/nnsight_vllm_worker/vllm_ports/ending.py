@@ -23,7 +23,11 @@ _CHANGED = "vLLM's rules for the end of a request are not those that nnsight was
 
 
 class Ending:
-    """Judges one request after each of its tokens, as the engine will."""
+    """Judges one request after each of its tokens, as the engine will.
+
+    Attributes:
+        blind: whether the request ends by its length alone, whatever tokens are drawn.
+    """
 
     def __init__(self, request: str, prompt: list[int], params: Any, config: Any) -> None:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -39,7 +43,6 @@ class Ending:
             plain = params.clone()
             plain.structured_outputs = None
         self._request = Request(request, prompt, plain, None)
-        self._params = params
         self._text: Any = None
         if params.stop and params.detokenize:
             self._text = IncrementalDetokenizer.from_new_request(
@@ -51,23 +54,27 @@ class Ending:
                     sampling_params=params,
                 ),
             )
+        ends = (params.eos_token_id is not None, params.stop_token_ids, self._text is not None)
+        repeated = getattr(params, "repetition_detection", None)
+        self.blind = not any(ends) and repeated is None
+
+    @property
+    def most(self) -> int:
+        """How many steps the request makes at most."""
+        return min(self._request.max_tokens, self._longest - self._request.num_prompt_tokens)
 
     def last(self, step: int) -> bool:
         """Whether the request ends with this step, whatever it draws."""
-        made = step + 1
-        longest = self._longest - self._request.num_prompt_tokens
-        return made >= min(self._request.max_tokens, longest)
+        return step + 1 >= self.most
 
-    @property
-    def blind(self) -> bool:
-        """Whether the request ends by its length alone, whatever tokens are drawn."""
-        params: Any = self._params
-        ends = (params.eos_token_id is not None, params.stop_token_ids, self._text is not None)
-        return not any(ends) and getattr(params, "repetition_detection", None) is None
+    def over(self, step: int, token: int) -> bool:
+        """Whether the request ends with this step's token, which one that is `blind` disregards.
 
-    def over(self, token: int | None) -> bool:
-        """Whether the request ends with this token, which a `blind` one need not know."""
-        self._request.append_output_token_ids(0 if token is None else token)
+        Of any other, it has to be told every token.
+        """
+        if self.blind:
+            return self.last(step)
+        self._request.append_output_token_ids(token)
         stopped = self._check(self._request, self._longest)
         if self._text is None:
             return stopped
@@ -85,8 +92,9 @@ def check() -> None:
         from vllm import SamplingParams
 
         config = SimpleNamespace(max_model_len=8)
-        ending = Ending("0", [0], SamplingParams(max_tokens=2), config)
-        found = [ending.over(1), ending.over(2)]
+        params = SamplingParams(max_tokens=2, stop_token_ids=[7])
+        ending = Ending("0", [0], params, config)
+        found = [ending.over(0, 1), ending.over(1, 2)]
     except Exception as error:
         raise EngineError(
             f"vLLM's rules for the end of a request have changed: {error!r}"

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nnsight_vllm_worker.steady import Repeats
 from nnsight_vllm_worker.step import Passes
 from nnsight_vllm_worker.traced import Part
 from nnsight_vllm_worker.vllm_ports import ending
@@ -51,6 +52,7 @@ class RunnerV1:
         check_kind(runner.vllm_config.model_config, pooling=runner.is_pooling_model)
         self._runner = runner
         self._scheduled: dict[str, int] | None = None
+        self._repeats = Repeats()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -90,7 +92,7 @@ class RunnerV1:
         def determine_batch(*args: Any, **kwargs: Any) -> Any:
             # Dummy runs, for which nothing is scheduled, ask as well.
             if self._scheduled and steps.busy:
-                steps.begin(self._batch(self._scheduled))
+                self._begin(steps, self._scheduled)
                 steps.listen()
                 kwargs["force_eager"] = kwargs.get("force_eager", False) or not steps.graphs
             return determine(*args, **kwargs)
@@ -113,6 +115,17 @@ class RunnerV1:
         runner.execute_model = execute_model
         runner._determine_batch_execution_and_padding = determine_batch
         runner.sample_tokens, runner._sample = sample_all, sample_ids
+
+    def _begin(self, steps: Passes, scheduled: dict[str, int]) -> None:
+        held = self._runner.input_batch
+        tokens = [(request, scheduled[request]) for request in held.req_ids]
+        computed = held.num_computed_tokens_cpu[: len(tokens)]
+        if steps.lasting and self._repeats.goes_on(tokens, computed):
+            steps.again()
+            return
+        batch = self._batch(scheduled)
+        self._repeats.begin(tokens, [part.computed for part in batch])
+        steps.begin(batch)
 
     def _batch(self, scheduled: dict[str, int]) -> list[Part]:
         """Each request's part in the pass that is about to run, in the order of its rows."""

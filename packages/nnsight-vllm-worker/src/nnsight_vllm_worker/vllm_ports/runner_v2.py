@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nnsight_vllm_worker.steady import Repeats
 from nnsight_vllm_worker.step import Passes
 from nnsight_vllm_worker.traced import Part
 from nnsight_vllm_worker.vllm_ports import breaks, ending
@@ -63,6 +64,8 @@ class RunnerV2:
         self._scheduled: dict[str, int] | None = None
         self._sampling = False
         self._breaks: breaks.At = ()
+        self._repeats = Repeats()
+        self._indices: list[int] = []
 
     @property
     def model(self) -> torch.nn.Module:
@@ -111,7 +114,7 @@ class RunnerV2:
         ) -> Any:
             self._breaks = ()
             if self._scheduled and steps.busy:
-                steps.begin(self._batch(self._scheduled))
+                self._begin(steps, self._scheduled)
             desc = dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras)
             if steps.graphs or not self._scheduled:
                 return desc
@@ -160,6 +163,17 @@ class RunnerV2:
         graphs.run_fullgraph = run_fullgraph
         runner.sample_tokens, runner.sample = sample_all, sample_ids
         model.compute_logits = compute_logits
+
+    def _begin(self, steps: Passes, scheduled: dict[str, int]) -> None:
+        tokens, computed = [*scheduled.items()], self._runner.req_states.num_computed_tokens_np
+        if steps.lasting and self._repeats.goes_on(tokens, computed[self._indices]):
+            steps.again()
+            return
+        batch = self._batch(scheduled)
+        indices = self._runner.req_states.req_id_to_index
+        self._indices = [indices[part.request] for part in batch]
+        self._repeats.begin(tokens, [part.computed for part in batch])
+        steps.begin(batch)
 
     def _batch(self, scheduled: dict[str, int]) -> list[Part]:
         """Each request's part in the pass that is about to run, in the order of its rows."""
