@@ -24,6 +24,7 @@ DEFAULT, EAGER, OURS, UNTAPPED = "vLLM", "vLLM, eager", "ours", "ours, no taps"
 ROUNDS = 4
 NEW, PROMPT = 128, 512
 SIZES = (1, 8, 32)
+_BAR = 25
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -113,8 +114,10 @@ def table(measured: Measured) -> Table:
         base = seconds[_base(case)][DEFAULT]
         for engine, took in engines.items():
             share = typical_ratio(base, took)
-            rows.append([f"{case}, {engine}", f"{median(took) * 1e3:.1f}", f"{share:.3f}"])
-    return Table(["", "ms", "speed as a share of vLLM's default"], rows)
+            ms, filled = f"{median(took) * 1e3:.1f}", min(round(_BAR * share), _BAR)
+            bar = "█" * filled + "░" * (_BAR - filled)
+            rows.append([f"{case}, {engine}", ms, f"{share:.3f}", bar])
+    return Table(["", "ms", "speed as a share of vLLM's default", "up to 1"], rows)
 
 
 def _base(case: str) -> str:
