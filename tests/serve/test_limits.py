@@ -20,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from nnsight_client import VLLM
 from nnsight_core import BlockTimeout, BusyError, Edit, PolicyError, SaveLimitError
 from nnsight_core.wire.messages import InvokeData, TraceMessage
+from nnsight_serve.bodies import Bodies, Body
+from nnsight_serve.refusals import Refused
 from tests.fixtures.server import Server, serving
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -362,3 +364,13 @@ def test_an_engine_that_hangs_lives_and_is_not_ready(limited):
         assert refused.status_code == 503 and refused.headers["retry-after"] == "3"
         assert "has not answered for 3 seconds" in refused.json()["error"]["message"]
     assert httpx.get(f"{limited.url}/ready", timeout=30).status_code == 200
+
+
+@pytest.mark.parametrize(("of_one", "in_all"), [(10, 5), (5, 10), (5, 5)])
+def test_a_body_that_is_too_large_names_the_option_that_says_so(of_one, in_all):
+    bodies = Bodies(of_one, in_all)
+    with pytest.raises(Refused) as refused:
+        Body(bodies).expect(6)
+    option = "--max-bodies" if in_all < of_one else "--max-body"
+    assert str(refused.value.error).endswith(f"a larger {option}.")
+    assert bodies.of_one == 5 and bodies.held == 0

@@ -24,10 +24,12 @@ class Bodies:
 
     Attributes:
         of_one: as given, or `in_all` if that is less.
+        option: the option of the server that says so.
     """
 
     def __init__(self, of_one: int, in_all: int) -> None:
         self.of_one = min(of_one, in_all)
+        self.option = "--max-body" if of_one <= in_all else "--max-bodies"
         self._in_all = in_all
         self._held = 0
         # Bodies are unpacked in threads.
@@ -61,7 +63,7 @@ class Body:
             Refused: they are too many, now or whenever they came.
         """
         if size > self._bodies.of_one:
-            raise too_large(self._bodies.of_one)
+            raise too_large(self._bodies)
         with self._bodies._lock:
             self._check(size)
 
@@ -73,7 +75,7 @@ class Body:
         """
         self._came += size
         if self._came > self._bodies.of_one:
-            raise too_large(self._bodies.of_one)
+            raise too_large(self._bodies)
         self.unpack(size)
 
     def unpack(self, size: int) -> None:
@@ -110,10 +112,10 @@ class Body:
             )
 
 
-def too_large(limit: int) -> Refused:
+def too_large(bodies: Bodies) -> Refused:
     """The refusal of a body beyond the limit."""
     error = ValueError(
-        f"The request is larger than the {limit} bytes that this server takes. Send less, or "
-        "start it with a larger --max-body."
+        f"The request is larger than the {bodies.of_one} bytes that this server takes. Send less, "
+        f"or start it with a larger {bodies.option}."
     )
-    return Refused(413, error, limit=limit)
+    return Refused(413, error, limit=bodies.of_one)

@@ -27,8 +27,8 @@ async def read_frame(request: Request) -> Frame:
     Raises:
         Refused: it is none, none of this version, or larger than one may be now, or ever.
     """
-    limit = request.app.state.bodies.of_one
-    reader = FrameReader(limit, request.state.account.body.unpack)
+    bodies = request.app.state.bodies
+    reader = FrameReader(bodies.of_one, request.state.account.body.unpack)
     frames: list[Frame] = []
     try:
         async for chunk in request.stream():
@@ -39,7 +39,7 @@ async def read_frame(request: Request) -> Frame:
                 frames += reader.feed(chunk)
         reader.end()
     except FrameTooLarge:
-        raise too_large(limit) from None
+        raise too_large(bodies) from None
     except ProtocolError as error:
         raise malformed(error) from None
     if len(frames) != 1:

@@ -53,7 +53,7 @@ async def model(request: Request, engine: Engine) -> JSONResponse:
             "tree": engine.tree.model_dump(mode="json"),
             "settings": [dataclasses.asdict(setting) for setting in SETTINGS],
             "sampling": sampling_names().names,
-            "max_body": request.app.state.settings.max_body,
+            "max_body": request.app.state.bodies.of_one,
             "live": counts["live"],
             "counts": counts,
         }
