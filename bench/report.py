@@ -12,7 +12,10 @@ import re
 from bench.results import FOLDER, Result
 from bench.turns import ROOT
 
-WORKLOADS = ("torch", "vllm_cpu", "sweep_cpu", "served", "vllm_gpu", "vllm_gpu2", "sweep_gpu")
+WORKLOADS = (
+    *("torch", "vllm_cpu", "sweep_cpu", "served"),
+    *("vllm_gpu", "vllm_gpu_small", "vllm_gpu2", "sweep_gpu"),
+)
 PAGE = ROOT / "docs/performance.md"
 
 

@@ -17,6 +17,7 @@ from bench.workloads.vllm_gpu import (
     NEW,
     RANKS,
     SAMPLING,
+    SHAPE,
     prompts,
     shape,
 )
@@ -31,7 +32,8 @@ def cases() -> dict[str, Callable[[], Any]]:
         taps.append(SPLIT)
     model = VLLM(shape(), dispatch=True, compilation_config=GRAPHS, taps=taps, **ARGUMENTS)
     layers = model.model.layers
-    vector = 0.1 * torch.randn(4096, dtype=torch.bfloat16)
+    vector = 0.1 * torch.randn(SHAPE["hidden_size"], dtype=torch.bfloat16)
+    middle, late = SHAPE["num_hidden_layers"] // 2, SHAPE["num_hidden_layers"] * 5 // 8
 
     def traced(block: Callable[[Any], Any]) -> Callable[[int], Any]:
         def run(count: int, tokens: int = NEW) -> Any:
@@ -47,7 +49,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         with invoke as tracer:
             seen = [].save()
             for _ in tracer.all():
-                seen.append(layers[16].output[0][-1])
+                seen.append(layers[middle].output[0][-1])
 
     @traced
     def every_read(invoke: Any) -> Any:
@@ -60,13 +62,13 @@ def cases() -> dict[str, Callable[[], Any]]:
     def steering(invoke: Any) -> Any:
         with invoke as tracer:
             for _ in tracer.all():
-                layers[16].output[0][:] += vector
+                layers[middle].output[0][:] += vector
 
     @traced
     def ablation(invoke: Any) -> Any:
         with invoke as tracer:
             for _ in tracer.all():
-                layers[16].output[0][:, 128:256] = 0
+                layers[middle].output[0][:, 128:256] = 0
 
     @traced
     def split_read(invoke: Any) -> Any:
@@ -85,7 +87,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     def free_write(invoke: Any) -> Any:
         with invoke as tracer:
             for _ in tracer.all():
-                hidden = layers[16].output[0]
+                hidden = layers[middle].output[0]
                 hidden[:] = hidden + hidden.mean(-1, keepdim=True)
 
     @traced
@@ -93,14 +95,14 @@ def cases() -> dict[str, Callable[[], Any]]:
         with invoke as tracer:
             seen = [].save()
             for _ in tracer.all():
-                hidden, residual = layers[20].output
+                hidden, residual = layers[late].output
                 normed = model.model.norm((hidden + residual)[-1:])
                 seen.append(model.logits_processor(model.lm_head, normed).argmax(-1))
 
     @traced
     def prompt_read(invoke: Any) -> Any:
         with invoke:
-            seen = layers[16].output.save()  # noqa: F841 - comes home
+            seen = layers[middle].output.save()  # noqa: F841 - comes home
 
     def beside() -> Any:
         with model.trace(max_tokens=NEW, **SAMPLING) as tracer:
@@ -109,7 +111,7 @@ def cases() -> dict[str, Callable[[], Any]]:
                     pass
                 if number == 0:
                     with tracer.invoke(ids):
-                        seen = layers[16].mlp.output.save()  # noqa: F841 - comes home
+                        seen = layers[middle].mlp.output.save()  # noqa: F841 - comes home
         return tracer.saves
 
     blocks = {

@@ -43,6 +43,14 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+SMALL: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}
+if os.environ.get("BENCH_SMALL"):
+    SHAPE.update(SMALL)
 ARGUMENTS: dict[str, Any] = {
     "load_format": "dummy",
     "max_model_len": 9000,
@@ -72,8 +80,8 @@ OTHERS = ["logit lens × 1", "logit lens × 8", "31 plain beside an eager step",
 
 
 def shape() -> str:
-    """A folder with the shape of a Llama of 8 billion parameters, and some tokenizer."""
-    folder = Path(tempfile.gettempdir()) / "nnsight-bench-llama-8b"
+    """A folder with the shape of a Llama of 8 billion parameters, or of one, and some tokenizer."""
+    folder = Path(tempfile.gettempdir()) / f"nnsight-bench-llama-{SHAPE['num_hidden_layers']}"
     folder.mkdir(exist_ok=True)
     for file in Path(model_path("llama")).glob("token*"):
         shutil.copy(file, folder)

@@ -143,7 +143,8 @@ def test_ranks_meet_once_for_each_location_of_which_they_have_parts(
     assert interleaved.collectives == [[first, "scatter", first, first]] * 4
     assert eager.collectives == [[first] * 3] * 4
     assert together.collectives == [[first] * 2] * len(together.passes)
-    # One message before a pass that is not like the one before; where blocks run within, one at each location, and three after it.
+    # One message before a pass that is not like the one before; where blocks run within, one at
+    # each location, and three after it.
     assert [each.count("message") for each in deferred.passes] == [1] * 4
     assert [each.count("message") for each in tables.passes] == [1, 1, 0, 1]
     assert [each.count("message") for each in eager.passes] == [1 + 4 + 3] * 4
