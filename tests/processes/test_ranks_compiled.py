@@ -148,3 +148,19 @@ def test_ranks_meet_once_for_each_location_of_which_they_have_parts(
     assert [each.count("message") for each in deferred.passes] == [1] * 4
     assert [each.count("message") for each in tables.passes] == [1, 1, 0, 1]
     assert [each.count("message") for each in eager.passes] == [1 + 4 + 3] * 4
+
+
+def test_passes_that_nobody_looks_at_any_more_are_not_held(tapped: tuple[Any, Any]) -> None:
+    """A plan goes on when its blocks are over, and so do the copies that it makes."""
+    _, model = tapped
+    with model.trace(PROMPT, **{**GREEDY, "max_tokens": 30}) as tracer:
+        seen = [].save()
+        for _ in tracer.iter[:5]:
+            seen.append(model.model.layers[3].output[0])
+    assert len(seen) == 5 and tracer.result.ways["deferred"] == 5
+    assert model._engine.llm.collective_rpc(_passes_held) == [0, 0]
+
+
+def _passes_held(worker: Any) -> int:
+    deferred = getattr(worker._nnsight_loaded.steps, "deferred", None)
+    return 0 if deferred is None else len(deferred._passes)

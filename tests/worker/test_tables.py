@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -108,6 +109,18 @@ def different_requests(model: Any, tracer: Any) -> None:
         pass
 
 
+def one_token_of_a_prompt(model: Any, tracer: Any) -> None:
+    """The pass of the prompt is as large as each later one, and writes something else."""
+    v, w = _vector(20, WIDTH), _vector(21, WIDTH)
+    with tracer.invoke([15]):
+        seen = [].save()
+        model.transformer.h[2].output[:] += v
+        for _ in tracer.iter[1:]:
+            two = model.transformer.h[2].output
+            model.transformer.h[5].output[:] += w
+            seen.append((two, model.transformer.h[5].output))
+
+
 WRITES = [
     steering,
     scaled_in_the_prompt,
@@ -118,6 +131,7 @@ WRITES = [
     every_layer,
     two_parts_of_one_row,
     different_requests,
+    one_token_of_a_prompt,
 ]
 
 
@@ -293,3 +307,56 @@ def test_no_room_while_a_request_runs_is_its_error_alone(compiled_gpt2: Any) -> 
         tables._free = free
     compiled_gpt2.generate(PROMPT, max_tokens=2)
     assert compiled_gpt2._engine.counts()["live"] == 0 and tables.used == 0
+
+
+@pytest.mark.local
+def test_what_has_failed_is_written_no_longer(compiled_gpt2: Any) -> None:
+    """The request goes on without an edit that has failed, two passes later at most."""
+    model = compiled_gpt2
+    core = model.llm.llm_engine.engine_core.engine_core
+    steps = core.model_executor.driver_worker.worker._nnsight.steps
+    end, tables, written = steps.end, _tables(model), []
+
+    def noted() -> Any:
+        written.append(tables.placed)
+        return end()
+
+    with model.edit("failing") as (tracer, _):
+        for step in tracer.all():
+            model.transformer.h[4].output[:] *= 0.5
+            rows = model.transformer.h[8].output * (1 / (5 - step))
+    steps.end = noted
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output = model.generate(PROMPT, max_tokens=30, temperature=0.0, ignore_eos=True)[0]
+    finally:
+        del steps.end
+        model.clear_edits()
+    [error] = output.errors
+    assert "ZeroDivisionError" in repr(error)
+    assert len(written) >= 30
+    assert written[:6] == [True] * 6 and not any(written[8:])
+
+
+def test_a_module_that_a_block_calls_is_written_by_nobody(compiled_gpt2: Any) -> None:
+    """Its rows are the block's own, and not those of the batch, which taps write and copy."""
+    model, v = compiled_gpt2, 10 * _vector(22, WIDTH)
+
+    def called(beside: bool) -> Any:
+        with model.trace(**STEPS) as tracer:
+            if beside:
+                with tracer.invoke(PROMPT):
+                    for _ in tracer.all():
+                        model.transformer.h[3].mlp.output[:] += v
+            with tracer.invoke(PROMPT):
+                made = [].save()
+                for _ in tracer.all():
+                    made.append(model.transformer.h[3].mlp(model.transformer.h[2].output))
+                    made.append(model.transformer.h[5].mlp.output)
+        return tracer.saves["made"], tracer.outputs[-1]
+
+    alone, _ = called(False)
+    mixed, output = called(True)
+    assert output.ways == {"after": 6}
+    torch.testing.assert_close(mixed, alone, atol=1e-4, rtol=1e-4)

@@ -20,6 +20,7 @@ from nnsight_vllm_worker.copies import cut_rows
 from nnsight_vllm_worker.joint import Blocked, Go, Name, Plan, Taken, Tell, Values, or_end
 from nnsight_vllm_worker.rows import RowMap
 from nnsight_vllm_worker.tables import Tables
+from nnsight_vllm_worker.tap_op import calling
 from nnsight_vllm_worker.taps import Taps
 from nnsight_vllm_worker.traced import Arrival, Part
 from nnsight_vllm_worker.vllm_ports.parallel import Layers, Ranks
@@ -85,7 +86,8 @@ class Follower:
 
     def _call(self, path: str, form: Any) -> None:
         try:
-            self._called.run(path, form, None)
+            with calling():
+                self._called.run(path, form, None)
         except Exception as error:
             # The block gets it, on the first rank.
             _log.debug("A block called %s: %s", path, error)

@@ -190,6 +190,7 @@ class LeaderSteps(Steps):
     leader: Leader
     interleaver: LeaderInterleaver
     _told: tuple[Any, Any] = (None, None)
+    _joint = True
 
     @property
     def busy(self) -> bool:

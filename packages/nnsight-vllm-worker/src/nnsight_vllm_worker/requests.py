@@ -196,6 +196,8 @@ class Tracing:
             self._streaming.pop(traced, None)
             self.gone(traced.request)
             self._drop(traced.run)
+            # One that has not begun would, when a pass comes that waits for it.
+            traced.run.dead = True
         self.keeps.drop_of(key)
 
     def end(self, run: Run) -> None:

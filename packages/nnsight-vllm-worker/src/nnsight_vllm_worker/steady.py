@@ -3,6 +3,7 @@
 Most passes of an engine are. What they need of us is worked out for the first of them and holds for
 as many as are known beforehand to want the same, whatever blocks do meanwhile: a block may want
 less than that, and never more. So each rank of an engine knows for itself when the next plan comes.
+Only what the taps write may have to end sooner, with a block that fails.
 """
 
 from __future__ import annotations
@@ -43,19 +44,20 @@ class Repeats:
         return np.array_equal(computed, self._computed)
 
 
-def lasting(batch: list[Part], seats: list[Seat]) -> int:
+def lasting(batch: list[Part], seats: list[Seat], joint: bool) -> int:
     """How many passes after this one, over the same requests, want the same.
 
     Args:
         seats: the blocks of the requests, all of which look at copies or at nothing.
+        joint: whether other ranks go by it, which hear of nothing that happens meanwhile.
     """
     if any(part.tokens != 1 or part.known != part.computed + 1 for part in batch):
         return 0
     blocks = Counter(seat.row for seat in seats)
-    return max(0, min([MOST, *(_lasts(seat, blocks[seat.row]) for seat in seats)]))
+    return max(0, min([MOST, *(_lasts(seat, blocks[seat.row], joint) for seat in seats)]))
 
 
-def _lasts(seat: Seat, blocks: int) -> int:
+def _lasts(seat: Seat, blocks: int, joint: bool) -> int:
     traced, step = seat.entry.traced, seat.entry.step
     run = traced.run
     if step == 0 or seat.observed:
@@ -66,8 +68,9 @@ def _lasts(seat: Seat, blocks: int) -> int:
         return 0
     left = traced.ending.most - step - 2
     if traced.lowered is not None:
-        # If one block of a request fails, what the others write is written anew.
-        if blocks > 1:
+        # If one block of a request fails, what the others write is written anew, and what it
+        # writes itself no longer.
+        if blocks > 1 or (joint and not (traced.alone or run.dead)):
             return 0
         left = min([left, *(_alike(write.steps, step) for write in traced.lowered.writes)])
     return left

@@ -78,8 +78,10 @@ class Steps:
         way: how the pass runs that is running, the slowest way of its requests.
         graphs: whether it may replay vLLM's graphs.
         breaks: the taps at which its blocks run; graphs that break there may be replayed.
-        lasting: how many passes after it may be begun with `again`.
     """
+
+    _joint = False
+    """Whether other ranks go by how long a plan lasts."""
 
     def __init__(
         self, rows: RowMap, interleaver: Interleaver, tracing: Tracing, taps: Taps, compiled: bool
@@ -93,7 +95,7 @@ class Steps:
         self.graphs = True
         self.breaks: tuple[Location, ...] = ()
         self._unheard: list[Copies] = []
-        self.lasting = 0
+        self._left = self._released = 0
         self._compiled = compiled
         self._final = False
         self._here: set[str] = set()
@@ -113,12 +115,18 @@ class Steps:
         """Whether the pass runs the model's plain Python."""
         return self.way is Way.EAGER
 
+    @property
+    def lasting(self) -> int:
+        """How many passes after it may be begun with `again`."""
+        kept = self._joint or self.tracing.tables.released == self._released
+        return self._left if kept else 0
+
     def requests(self, new: list[Arrival], gone: set[str]) -> None:
         """Requests come and go. One that was preempted may come again."""
         if self._within or self._later is not None:
             self._interrupted()
         if new or gone:
-            self.lasting, self._lasts = 0, _PLAIN
+            self._left, self._lasts = 0, _PLAIN
         self.taps.want()
         if new and not self.tracing.awaited:
             self.deferred.apart = True
@@ -172,14 +180,17 @@ class Steps:
         copied = [at for copies in self._copies() for at in copies.wanted]
         busy = self.taps.busy(copied, self.tracing.tables.tensors)
         self.taps.want(busy)
-        self.lasting = lasting(batch, every) if self.way < Way.AFTER and self.graphs else 0
-        if self.lasting:
+        self._left = 0
+        if self.way < Way.AFTER and self.graphs:
+            self._left = lasting(batch, every, self._joint)
+        if self._left:
+            self._released = self.tracing.tables.released
             self._lasts = self.way, self._later and self._later.next(), busy
 
     def again(self) -> None:
         """The pass is over the requests of the one before, a token further each, as it `lasts`."""
         self._reset()
-        self.lasting -= 1
+        self._left -= 1
         self.way, self._later, busy = self._lasts
         if self._later is not None:
             self._lasts = self.way, self._later.next(), busy
@@ -345,6 +356,8 @@ class Steps:
     def end(self) -> list[str]:
         """The pass is over: what ended in it is sent. Gives the requests that blocks have ended."""
         if not self._within and not self.tracing.awaited and not self.tracing.requests:
+            # Passes that nobody is there to see, which are held until they were looked at.
+            self.deferred.run()
             self._reset()
             return []
         if self.way >= Way.AFTER:

@@ -66,7 +66,8 @@ class Table:
         if tokens == 1 and computed >= self.prompt:
             # The one row of a later step: only what is on in it matters.
             step = computed - self.prompt + 1
-            key: Any = tuple([step in w.affine.steps for w in self.writes])
+            # Of another form than the other keys: to Python, `(False, True)` is `(0, 1)`.
+            key: Any = ("on", *[step in w.affine.steps for w in self.writes])
         else:
             key = (computed, tokens)
         known = self._known.get(key)
@@ -149,6 +150,7 @@ class Tables:
 
     Attributes:
         tensors: of which some rows of the pass have entries.
+        released: how often writes were let go.
     """
 
     def __init__(self, taps: Taps) -> None:
@@ -156,6 +158,7 @@ class Tables:
         self._free = list(range(taps.kinds.shape[0] - 1, 0, -1))
         self._placed: list[tuple[int, tuple[Span, ...]]] = []
         self.tensors: set[int] = set()
+        self.released = 0
         self._tables: dict[tuple[int, ...], Table] = {}
 
     @property
@@ -200,6 +203,7 @@ class Tables:
 
     def release(self, table: Table) -> None:
         """Let a request's writes go."""
+        self.released += 1
         table.users -= 1
         if not table.users:
             self._free += table.entries

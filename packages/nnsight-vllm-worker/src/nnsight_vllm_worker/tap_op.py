@@ -12,10 +12,13 @@ vLLM compile each layer anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from nnsight_core.current import current_run
 
 Sink = Callable[[list[Tensor]], None]
 SINKS: dict[int, list[Sink]] = {}
@@ -24,6 +27,8 @@ SINKS: dict[int, list[Sink]] = {}
 WANTED: dict[int, Collection[int]] = {}
 """The first slabs of the taps that have something to do in the pass that runs, by the address of
 their engine's map of slots; of an engine that is not named here, all have."""
+
+_calls = 0
 
 ADD, SCALE, SET, PROJECT = 1, 2, 3, 4
 """What an entry of the tables does to a row `x`: `x + a`, `x * a`, `a`, `x - f (x @ a) b`."""
@@ -50,6 +55,8 @@ def tap(
             after it or 0, and in which operand a projection's direction lies); `factors`
             (`[entries]`, float32).
     """
+    if _calls or current_run() is not None:
+        return  # a module that a block calls on values of its own, whose rows are no batch's
     address = slabs[0].data_ptr()
     wanted = WANTED.get(slots.data_ptr())
     on_gpu = values[0].is_cuda
@@ -59,6 +66,17 @@ def tap(
         run(values, slabs, slots, entries, *tables)
     for sink in SINKS.get(address, ()):
         sink(values)
+
+
+@contextmanager
+def calling() -> Iterator[None]:
+    """Within it, what runs is a call of a block's, on a rank where no block runs."""
+    global _calls
+    _calls += 1
+    try:
+        yield
+    finally:
+        _calls -= 1
 
 
 def _define() -> None:
