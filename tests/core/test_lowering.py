@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -93,7 +93,8 @@ class Machine:
         names = {"model": self.model, **names, "tracer": self.model.trace(torch.zeros(1))}
         run = Run(code, scope_of(Block(code, names)), 0)
         outputs: list[Tensor] = []
-        self.writes = list(writes)
+        # As tables do, which copy what they are given before any block runs.
+        self.writes = [replace(w, operand=copied(w.operand), along=copied(w.along)) for w in writes]
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for self.step in range(STEPS):
@@ -140,6 +141,10 @@ def recorded(tree: ModelTree, dtype: torch.dtype) -> ModelTree:
         update = {"output": None if never else output, "repeats": path == "twice"}
         modules[path] = module.model_copy(update=update)
     return tree.model_copy(update={"modules": modules})
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def apply(write: Affine, x: Tensor) -> None:
@@ -570,6 +575,42 @@ def test_what_raises_still_does(text: str) -> None:
         assert MACHINE.run(found.rest, NAMES, found.writes).error is not None
     else:
         assert found.reasons
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "h = L.output\nh += c * h",
+        "h = L.output\nh -= h * c",
+        "h = L.output\nh.add_(h * c)",
+        "h = L.output\nh[-1] += h[-1] * 2",
+        "L.output *= L.output + 1",
+        "L.output[:] += torch.ones_like(L.output)",
+        "h = L.output\nh += h - (h @ d)[:, None] * d",
+        "for s in tracer.all():\n h = L.output\n h += c * h",
+        "w = v.clone()\ntorch.nn.init.ones_(w)\nL.output[:] += w",
+        "w = v.clone()\ntorch.nn.init.normal_(w, std=1.0)\nL.output[:] += w",
+        "w = v.clone()\ntorch.relu_(w)\nL.output[:] += w",
+        "w = v.clone()\ntorch.Tensor.mul_(w, 3)\nL.output[:] += w",
+        "ws = [v.clone()]\ntorch._foreach_mul_(ws, 3)\nL.output[:] += ws[0]",
+        "w = v.clone()\nfor s in tracer.all():\n L.output[:] += w\n torch.nn.init.ones_(w)",
+        "ws = [v.clone()]\nwith torch.no_grad():\n for w in ws: w /= 2\nL.output[:] += ws[0]",
+        "x = v.clone()\nif c:\n w = x\n w /= 2\nL.output[:] += x",
+        "ws = [v.clone()]\n[w.mul_(10) for w in ws]\nL.output[:] += ws[0]",
+        "ws = [v.clone()]\nfor w in ws:\n if w is None: break\n w.mul_(10)\nL.output[:] += ws[0]",
+        "ws = [v.clone()]\nfor s in tracer.all():\n L.output[:] += ws[0]\n for w in ws: w.mul_(2)",
+        "x, w = {}, v.clone()\nx['a'] = w\nx['a'].mul_(3)\nL.output[:] += w",
+        "x, w = [None], v.clone()\nx[0] = w\nx[0].mul_(3)\nL.output[:] += w",
+    ],
+)
+def test_what_would_be_lowered_wrongly_does_what_it_says(text: str) -> None:
+    """What is lowered of these must do what they do; most of them cannot be."""
+    text = text.replace("L.", "model.layers[1].mlp.")
+    found = lowered(text)
+    want = MACHINE.run(code_of(text), NAMES)
+    assert want.error is None
+    if isinstance(found, Lowered):
+        same(want.outputs, MACHINE.run(found.rest, NAMES, found.writes).outputs, exact=False)
 
 
 def test_lowering_changes_no_value_of_the_user() -> None:

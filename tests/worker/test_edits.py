@@ -393,3 +393,31 @@ def test_explain_of_an_edit(compiled_gpt2):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert model.generate("Hello", **GREEDY)[0].saves == {}
+
+
+def test_an_edit_reads_what_the_request_has_not_yet_written(model):
+    """Also where it looks at more than taps, so that it sees everything in its place."""
+    with model.edit("looking"):
+        anywhere = model.transformer.h[2].attn.output.save()
+        before = model.transformer.h[2].output.save()
+    vector = torch.ones(WIDTH)
+
+    plain = model.generate(PROMPTS[0], use_tqdm=False, **GREEDY)[0].saves["before"]
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        model.transformer.h[2].output[:] += vector
+        after = model.transformer.h[2].output.save()
+        out = tracer.result.save()
+    torch.testing.assert_close(out.saves["before"], plain)
+    torch.testing.assert_close(after, plain + 1)
+
+
+def test_an_edit_writes_over_what_a_block_skips(model):
+    """What is put in the place of a module's output comes first, and then the writes in order."""
+    vector = torch.ones(WIDTH)
+    with model.edit("adding"):
+        model.transformer.h[1].mlp.output[:] += vector
+    with model.trace(PROMPTS[0], **GREEDY):
+        rows = model.transformer.h[1].mlp.input.shape[0]
+        model.transformer.h[1].mlp.skip(torch.zeros(rows, WIDTH))
+        seen = model.transformer.h[1].mlp.output.save()
+    torch.testing.assert_close(seen, torch.ones_like(seen))

@@ -66,6 +66,8 @@ class Effects:
     """Whether the block may look at a module's own tensors."""
     stops: bool = False
     """Whether the block may end its request."""
+    skips: bool = False
+    """Whether the block may put something in the place of what a module gives back."""
     loops: bool = False
     """Whether the block loops over steps of its request."""
     loose: bool = False
@@ -205,9 +207,10 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Many:
-    """A list of nodes that all match one path."""
+    """A list of nodes that all match one path, or of such lists (`deep` of them)."""
 
     path: str
+    deep: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +350,9 @@ class Walk(ast.NodeVisitor):
                 before = self.known.get(name) if self.maybe else None
                 self.known[name] = self.either(before, value)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                of_each = _each(value) if isinstance(value, _Many) else value
                 for part in parts:
-                    self.store(part, value)
+                    self.store(part, value if isinstance(part, ast.Starred) else of_each)
             case ast.Starred(value=inner):
                 self.store(inner, value)
             case ast.Attribute(value=owner, attr=name):
@@ -374,12 +378,13 @@ class Walk(ast.NodeVisitor):
                 return self.attribute(self.thing(owner), name, node.lineno)
             case ast.Subscript(value=owner, slice=index):
                 held = self.thing(owner)
-                if isinstance(held, _Node) and not isinstance(index, ast.Slice):
+                if isinstance(index, ast.Slice):
+                    self.thing(index)
+                    return _Many(_join(held.path, "*")) if isinstance(held, _Node) else held
+                if isinstance(held, _Node):
                     return _Node(_join(held.path, self.index(held.path, index)))
-                if isinstance(held, _Many) and not isinstance(index, ast.Slice):
-                    return _Node(held.path)
                 self.thing(index)
-                return held
+                return _each(held) if isinstance(held, _Many) else held
             case ast.Call():
                 return self.call(node)
             case ast.IfExp(test=test, body=body, orelse=orelse):
@@ -411,6 +416,8 @@ class Walk(ast.NodeVisitor):
         if held is None and name in _SIDES:
             # A module that came from somewhere the text does not show.
             return self.side(_Node(_UNKNOWN), name, -self.shift)
+        if isinstance(held, _Many):
+            held = _Node(held.path)
         if not isinstance(held, _Node):
             return held
         if name in _SIDES or (name in _VALUES and not held.path):
@@ -468,6 +475,7 @@ class Walk(ast.NodeVisitor):
                     if name == "get" and not base.path:
                         return self.named(node)
                     if name == "skip":
+                        self.effects.skips = True
                         line = node.lineno + self.shift
                         self.effects.reads.append(Access(base.path, "input", line, self.when))
                         self.effects.writes.append(Access(base.path, "output", line, self.when))
@@ -536,7 +544,8 @@ class Walk(ast.NodeVisitor):
         if isinstance(one, _Node) and isinstance(other, _Node):
             return _Node(_common([one.path, other.path]))
         many = [_join(t.path, "*") if isinstance(t, _Node) else t.path for t in (one, other)]
-        return _Many(_common(many))
+        deep = {t.deep if isinstance(t, _Many) else 1 for t in (one, other)}
+        return _Many(_common(many) if len(deep) == 1 else _UNKNOWN, max(deep))
 
     def wrote(self, held: _Thing) -> None:
         if isinstance(held, _Value):
@@ -547,11 +556,15 @@ def _each(held: _Thing) -> _Thing:
     """What a loop over something gets in each round."""
     if isinstance(held, _Node):
         return _Node(_join(held.path, "*"))
-    return _Node(held.path) if isinstance(held, _Many) else held
+    if not isinstance(held, _Many):
+        return held
+    return _Node(held.path) if held.deep == 1 else _Many(held.path, held.deep - 1)
 
 
 def _many(held: _Thing) -> _Thing:
     """What a list of something is."""
+    if isinstance(held, _Many):
+        return _Many(held.path, held.deep + 1)
     return _Many(held.path) if isinstance(held, _Node) else held
 
 

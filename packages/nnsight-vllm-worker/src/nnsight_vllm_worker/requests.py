@@ -27,6 +27,7 @@ from nnsight_core.node import Root
 from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.run import Run
 from nnsight_core.traceback import users_file
+from nnsight_core.wants import Way
 from nnsight_core.watch import Watch
 from nnsight_core.wire.blocks import encode_ended, encode_saved
 from nnsight_core.wire.bounded import BoundedEncoder, Room
@@ -378,18 +379,25 @@ class Tracing:
 
         Taps write before any Python runs at them. So of several blocks, what the first ones write
         may be lowered, up to the first that writes itself, and nothing that an earlier one reads.
+        Nor anything beside a block that skips a module, since what it puts there comes first.
         """
+        if len(ready) > 1 and any(effects.skips for _, _, effects in ready):
+            return
         read: set[str] = set()
+        anywhere = False
         lowered: list[tuple[Traced, Known, Lowered]] = []
         for traced, known, effects in ready:
             wants = traced.wants
             if effects.writes_forward:
                 found = self.lowered(traced, known) if self._tree.taps else None
-                if found is None or any(f"{w.path}.output" in read for w in found.writes):
+                if found is None or any(
+                    anywhere or f"{w.path}.output" in read for w in found.writes
+                ):
                     break
                 lowered.append((traced, known, found))
                 wants = known.wants_of_rest(found, traced.run)
             read.update((*wants.first.taps, *wants.later.taps))
+            anywhere |= Way.EAGER in (wants.first.way, wants.later.way)
         if not lowered:
             return
         for traced, _, found in lowered:

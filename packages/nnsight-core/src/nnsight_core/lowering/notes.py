@@ -131,31 +131,33 @@ class Notes:
 
     def change(self, node: ast.stmt) -> None:
         """Take note of what a statement changes in place."""
+        within = _bound_in(node)
         for part in ast.walk(node):
+            given: ast.AST | None = None  # what a container may hold from now on
             match part:
                 case ast.AugAssign(target=ast.Name() as owner):
                     pass
                 case ast.Subscript(value=owner) | ast.Attribute(value=owner) if not isinstance(
                     part.ctx, ast.Load
                 ):
-                    pass
-                case ast.Call(func=ast.Attribute(value=owner, attr=name), keywords=keywords):
-                    if name not in _GROWING and not name.endswith("_") or keywords:
-                        if not may_change(part):
-                            continue
-                        owner = part
+                    given = getattr(node, "value", None) or node
+                case ast.Call(func=ast.Attribute(value=holder, attr=name), keywords=keywords):
+                    growing = name in _GROWING and not keywords
+                    if not growing and not name.endswith("_") and not may_change(part):
+                        continue
+                    # `init.normal_(v)` changes what it is given, and not what it is found in.
+                    owner, given = holder if growing else part, part
                 case _:
                     continue
-            held = self.symbols.opaque(owner).of
+            names = {n.id for n in ast.walk(owner) if isinstance(n, ast.Name)}
+            # What a name stands for that the statement itself binds is not known here.
+            held = self.symbols.opaque(node if names & within else owner).of
             self.changed.update(dict.fromkeys(held, self.line(node)))
-            if (
-                isinstance(part, ast.Call) and owner is not part
-            ):  # a container may hold from now on what it is given
-                more = self.symbols.opaque(part)
-                for name in (n.id for n in ast.walk(owner) if isinstance(n, ast.Name)):
-                    was = self.symbols.names.get(name)
-                    if isinstance(was, Unknown | Known) and more.of:
-                        self.symbols.names[name] = Unknown("", more.of | was.of)
+            more = self.symbols.opaque(given).of - held if given is not None else NONE
+            for name in names if more else ():
+                was = self.symbols.names.get(name)
+                if isinstance(was, Unknown | Known):
+                    self.symbols.names[name] = Unknown("", more | was.of)
 
     def forget(self, node: ast.stmt | ast.expr, why: str) -> None:
         """What a statement or a target binds is not known here; it may be what it was."""
@@ -209,6 +211,21 @@ class Notes:
         elif any(isinstance(p, ast.Attribute) and p.attr == "skip" for p in ast.walk(node)):
             where = "by `skip`"
         self.reasons.append((abs(access.line), f"{_text(access)} is written {where}"))
+
+
+def _bound_in(node: ast.stmt) -> set[str]:
+    """The names that a statement binds, those of comprehensions and patterns among them."""
+    found: set[str] = set()
+    augmented = {id(part.target) for part in ast.walk(node) if isinstance(part, ast.AugAssign)}
+    for part in ast.walk(node):
+        match part:
+            case ast.Name(id=name, ctx=ast.Store()) if id(part) not in augmented:
+                found.add(name)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                found.add(name)
+            case ast.MatchMapping(rest=str(name)) | ast.ExceptHandler(name=str(name)):
+                found.add(name)
+    return found
 
 
 def _is_result(node: ast.expr) -> bool:

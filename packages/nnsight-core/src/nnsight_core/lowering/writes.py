@@ -153,7 +153,9 @@ class Writes(Notes):
             raise Refused("is written by an operator that is not lowered")
         symbol = self.symbols.of(value)
         made = None if isinstance(symbol, Unknown) else self.symbols.operate(op, part, symbol)
-        made = self.made(part, symbol if made is None else made)
+        if made is None:
+            raise Refused(why_not(part, symbol))
+        made = self.made(part, made)
         # In place, PyTorch does not let the right side have more axes than the left.
         if made.like.shape != _like(part).shape:
             raise Refused(f"is written with a shape of {list(made.like.shape)}")
