@@ -114,6 +114,18 @@ def measure() -> Measured:
     return take_turns(engines, turns, ROUNDS, at_once=True)
 
 
+def two_in_turns(around: dict[str, str], both: list[Turn], blocks: list[str]) -> Measured:
+    """Plain vLLM and ours in turns, with these variables around them; blocks on ours alone."""
+    shape()
+    python, packages = Path(sys.executable), ("vllm", "torch")
+    engines = {
+        DEFAULT: Engine("bench.engines.vllm_gpu", packages, python, around),
+        OURS: Engine("bench.engines.nnsight_gpu", packages, python, around),
+    }
+    turns = [*both, *(Turn(case, 1, (OURS,)) for case in blocks)]
+    return take_turns(engines, turns, ROUNDS, at_once=True)
+
+
 def table(measured: Measured) -> Table:
     """Each case as a share of vLLM's default speed in the same rounds."""
     seconds = measured.seconds

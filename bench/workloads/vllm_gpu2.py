@@ -6,13 +6,10 @@ on every rank; of what its attention gives back, each rank has half of the heads
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from bench.table import Table
-from bench.turns import Engine, Measured, Turn, take_turns
+from bench.turns import Measured, Turn
 from bench.workloads import vllm_gpu
-from bench.workloads.vllm_gpu import DEFAULT, GENERATE, OURS, ROUNDS, SIZES, shape
+from bench.workloads.vllm_gpu import DEFAULT, GENERATE, OURS, SIZES, two_in_turns
 
 SPLIT = "model.layers.16.self_attn.attn.output"
 WHOLE_BLOCKS = [f"{what} × {n}" for what in ("one layer read", "steering") for n in SIZES]
@@ -22,16 +19,8 @@ BLOCKS = [*WHOLE_BLOCKS, "every layer read × 1", "every layer read × 8", *SPLI
 
 def measure() -> Measured:
     """Both engines, in turns."""
-    shape()
-    python, packages = Path(sys.executable), ("vllm", "torch")
-    ranks = {"BENCH_RANKS": "2"}
-    engines = {
-        DEFAULT: Engine("bench.engines.vllm_gpu", packages, python, ranks),
-        OURS: Engine("bench.engines.nnsight_gpu", packages, python, ranks),
-    }
-    turns = [Turn(case, 1, (DEFAULT, OURS)) for case in GENERATE[:3]]
-    turns += [Turn(case, 1, (OURS,)) for case in BLOCKS]
-    return take_turns(engines, turns, ROUNDS, at_once=True)
+    both = [Turn(case, 1, (DEFAULT, OURS)) for case in GENERATE[:3]]
+    return two_in_turns({"BENCH_RANKS": "2"}, both, BLOCKS)
 
 
 def table(measured: Measured) -> Table:

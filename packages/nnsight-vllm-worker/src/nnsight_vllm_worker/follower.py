@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
@@ -138,7 +138,7 @@ class FollowerSteps:
         self.blocked = Blocked()
         self.lasting = 0
         self._plan: Plan | None = None
-        self._lasts: Plan | None = None
+        self._lasts: tuple[Plan | None, Collection[int]] = (None, ())
 
     @property
     def busy(self) -> bool:
@@ -183,20 +183,17 @@ class FollowerSteps:
             self.taps.place(plan.slots)
         if plan.entries is not None:
             self.tables.place(plan.entries)
-        self.lasting, self._lasts = plan.lasting, plan
-        self._want(plan)
+        taken = [self.follower.at(name) for each in plan.taken for name in each.names]
+        busy = self.taps.busy(taken, self.tables.tensors)
+        self.taps.want(busy)
+        self.lasting, self._lasts = plan.lasting, (plan, busy)
         self.interleaver.wait(go.waiting)
 
     def again(self) -> None:
         """The pass is like the one before. See `step.Steps.again`."""
         self.lasting -= 1
-        self._plan = self._lasts
-        assert self._plan is not None
-        self._want(self._plan)
-
-    def _want(self, plan: Plan) -> None:
-        taken = [self.follower.at(name) for each in plan.taken for name in each.names]
-        self.taps.want(self.taps.busy(taken, self.tables.tensors))
+        self._plan, busy = self._lasts
+        self.taps.want(busy)
 
     def listen(self) -> None:
         """The pass runs compiled and without graphs, so that taps can call us."""
