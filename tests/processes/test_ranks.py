@@ -76,8 +76,11 @@ def test_every_location_is_whole(pair: Pair) -> None:
     assert pair.one.tree.ranks == 1 and pair.two.tree.ranks == 2
     assert ids == same_ids and len(ids) == 4
     same(logits, others)
-    assert list(one) == list(two) and len(one) > 40
-    for path, entry in one.items():
+    # What computes inside a layer of which each rank has a part is refused, and nothing else.
+    assert [path for path in one if path in two or not refused(pair.two, path)] == list(two)
+    assert len(two) > 40
+    for path in two:
+        entry = one[path]
         for visit, other in zip(entry.visits, two[path].visits, strict=True):
             for side in ("output", "inputs"):
                 here, there = getattr(visit, side), getattr(other, side)
@@ -102,7 +105,7 @@ def test_every_location_is_written(pair: Pair) -> None:
             infos = getattr(info, side)
             if info.same_as or not infos or infos[-1].shape[0] != "tokens":
                 continue
-            if not infos[-1].dtype.startswith("float"):
+            if not infos[-1].dtype.startswith("float") or refused(pair.two, path):
                 continue
             outcome = [changed(model, path, side) for model in (pair.one, pair.two)]
             same(outcome[0][0], outcome[1][0])
@@ -110,6 +113,16 @@ def test_every_location_is_written(pair: Pair) -> None:
             assert outcome[0][2] == outcome[1][2]
             written += 1
     assert written > 15
+
+
+def refused(model: Any, path: str) -> bool:
+    """Whether a location is refused because several ranks work at it together."""
+    try:
+        with model.trace(PROMPT, **GREEDY):
+            value = model.get(path).output.save()  # noqa: F841
+    except LocationError as error:
+        return "on several ranks" in str(error)
+    return False
 
 
 def changed(model: Any, path: str, side: str) -> tuple[Any, Any, list[int]]:

@@ -45,7 +45,9 @@ def test_edit_reads_in_every_request(model):
         expected, out = traced(model, prompt, edits=None)
         assert output.outputs[0].token_ids == out.outputs[0].token_ids
         assert len(output.saves["seen"]) == 4
-        torch.testing.assert_close(torch.stack(output.saves["seen"]), torch.stack(expected))
+        # The reductions of several GPUs add up in an order of their own.
+        seen = torch.stack(output.saves["seen"])
+        torch.testing.assert_close(seen, torch.stack(expected), rtol=1e-5, atol=1e-4)
         assert not output.errors
     assert edit.info.requests == 6 and edit.info.errors == 0 and edit.info.seconds > 0
     assert repr(edit) == f"<Edit {edit.id}, installed>"
