@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,19 @@ def _small_engine(name: str) -> Any:
     return _engine(_prepare(name), num_gpu_blocks_override=300)
 
 
+@contextmanager
+def plain_experts() -> Iterator[None]:
+    """Within it, engines take the kernels that take experts of single precision.
+
+    On a CPU with AMX, vLLM refuses them otherwise.
+    """
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        yield
+
+
 def _mixture(name: str) -> VLLM:
     """An engine of a mixture of experts, whatever other engines this process has.
 
@@ -142,7 +156,8 @@ def _mixture(name: str) -> VLLM:
         backend = torch.distributed.get_backend(parallel_state.get_world_group().device_group)
         group = parallel_state.init_model_parallel_group([[0]], 0, backend, group_name="ep")
         parallel_state._EP = group
-    return _small_engine(name)
+    with plain_experts():
+        return _small_engine(name)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import trustme
 import uvicorn
 from cryptography import x509
 
-from nnsight_client import VLLM
+from nnsight_client import VLLM, configure
 from nnsight_client.connection import connect, connect_async
 from nnsight_core import ProtocolError
 from nnsight_core.wire.frames import VERSION
@@ -198,6 +198,37 @@ def test_a_proxy_that_is_not_there_is_an_error(secure, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     with pytest.raises(ProtocolError, match="No server answers"):
         reached(secure)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("sekret-key\n", "ends with a line break"),
+        ("sekret-key\r\n", "ends with a line break"),
+        ("sekret-key ", "begins or ends with a space"),
+        ("sekret\nkey", r"holds U\+000A as its character 7"),
+        ("sekret\0key", r"holds U\+0000"),
+        ("sekret\u200bkey", r"holds U\+200B"),
+        ("sekret\udcffkey", r"holds U\+DCFF"),
+    ],
+)
+def test_a_key_that_no_header_holds_is_refused_and_not_shown(key, says):
+    url = "http://localhost:1"
+    for use in (
+        lambda: VLLM("unused", serve=url, api_key=key),
+        lambda: VLLM("unused").generate("Hello", serve=url, api_key=key),
+        lambda: configure(url, key),
+        lambda: connect(url, key),
+        lambda: connect_async(url, key),
+    ):
+        with pytest.raises(ValueError, match=says) as caught:
+            use()
+        assert "sekret" not in str(caught.value)
+
+
+def test_no_answer_is_asked_for_packed():
+    for made in (connect("http://localhost:1", None), connect_async("http://localhost:1", "key")):
+        assert made.headers["accept-encoding"] == "identity"
 
 
 def probed(stream: Any) -> bool:

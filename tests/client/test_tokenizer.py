@@ -49,7 +49,7 @@ def test_a_tokenizer_of_ones_own_is_taken_first(server_url, gpt2_path, given):
 
 
 def test_the_servers_is_the_same(server_url, gpt2_path, given):
-    model = VLLM("no/such-model", serve=server_url)
+    model = VLLM(f"no/{Path(gpt2_path).name}", serve=server_url)
     own = AutoTokenizer.from_pretrained(gpt2_path)
     assert model.tokenizer(PROMPT)["input_ids"] == own(PROMPT)["input_ids"]
     assert type(model.tokenizer) is type(own) and model.tokenizer.eos_token == own.eos_token
@@ -81,7 +81,7 @@ def test_chat_goes_by_the_servers_template(llama_path, tmp_path):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     with serving(tmp_path, llama_path, "--tokenizer", str(folder)) as server:
-        model = VLLM("no/such-model", serve=server.url)
+        model = VLLM(f"no/{Path(llama_path).name}", serve=server.url)
         asked = [{"role": "user", "content": "The capital of France is"}]
         (out,) = model.chat(asked, temperature=0.0, max_tokens=1)
     assert out.outputs[0].text == " Paris" and model.tokenizer.chat_template == TEMPLATE

@@ -213,3 +213,35 @@ class Sae(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Runs it."""
         return self.inner(x - self.mean) * SCALE + self.tied.bias.sum()
+
+
+class Side(enum.Flag):
+    """Has members that are several others."""
+
+    LEFT = 1
+    RIGHT = 2
+
+
+@dataclass
+class Table(dict[str, int]):
+    """Holds items beside its fields."""
+
+    width: int
+    items_: dict[str, int]
+
+    def __post_init__(self) -> None:
+        self.update(self.items_)
+
+
+@dataclass
+class Refused(Exception):
+    """Holds more than its fields say."""
+
+    code: int
+
+
+@dataclass
+class Link:
+    """May hold itself."""
+
+    other: Any = None

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import linecache
+import os
 import subprocess
 import sys
 import textwrap
@@ -498,9 +499,18 @@ def test_return_and_yield_of_functions_in_a_body_are_their_own() -> None:
         "# one line more\n{}",
         "{}".replace("{}", "def read():\n    pass\n"),
         "{} (",
-        "def read():\n    with model.trace(X):\n        x = other[0].output.save()\n    return x\n",
+        *(
+            f"def read():\n    with model.trace(X):\n        x = {new}.save()\n    return x\n"
+            for new in (
+                "other[0].output",
+                "model[2].output",
+                "model[0].input",
+                "(2 * model).output",
+            )
+        ),
+        "def read():\n    with model.trace(X):\n        model[0].output.save()\n    return x\n",
     ],
-    ids=["moved", "gone", "broken", "other names"],
+    ids=["moved", "gone", "broken", "name", "number", "attribute", "more", "less"],
 )
 def test_a_file_that_was_changed_since_it_was_imported_is_refused(load: Any, changed: str) -> None:
     text = (
@@ -511,6 +521,58 @@ def test_a_file_that_was_changed_since_it_was_imported_is_refused(load: Any, cha
     linecache.checkcache(module.__file__)
     with pytest.raises(CaptureError, match="changed since it was imported"):
         module.read()
+
+
+EVERYTHING = """
+from __future__ import annotations
+import pytest
+SIGN = -1
+def read(flag=True):
+    total: dict[str, int] = {}
+    try:
+        while flag:
+            with model.trace(X) as tracer:
+                if __debug__:
+                    total["debug"] = 1
+                assert (out := model[0].output) is not None, f"{SIGN!r:>{9}} {'a' in {'b', 'a'}}"
+                both = [a + b for a, b in zip((1, 2), (3, 4)) if a not in (5, 6)]
+                named = {k: (lambda v, *, w=SIGN: v * w)(v) for k, v in enumerate(both)}
+                class Own:
+                    'A class.'
+                    size: int = 3
+                    def get(self) -> int:
+                        return super().__hash__() * 0 + self.size
+                x: torch.Tensor = out[..., 0:1:2] * -1 + 2 ** 3
+                match both:
+                    case [4, *rest]:
+                        x = x + len(rest)
+                x = (x, named, Own().get()).save()
+            break
+    finally:
+        flag = False
+    return x
+"""
+
+
+@pytest.mark.parametrize("way", ["imported", "rewritten", "optimized"])
+def test_a_file_that_was_not_changed_is_never_taken_for_one_that_was(
+    tmp_path: Path, load: Any, way: str
+) -> None:
+    if way == "imported":
+        x, named, size = load(EVERYTHING).read()
+        assert x.shape == (2, 1) and named == {0: -4, 1: -6} and size == 3
+        return
+    test = "def test_it():\n    assert read()[1] == {0: -4, 1: -6}\n"
+    head = "from tests.core.test_capture import X, model, torch\n"
+    text = EVERYTHING.replace("import pytest\n", head) + test
+    path = tmp_path / "test_user.py"
+    path.write_text(text if way == "rewritten" else text + "test_it()\n")
+    flags = ["-m", "pytest", "-p", "no:cacheprovider"] if way == "rewritten" else ["-O"]
+    environment = {**os.environ, "PYTHONPATH": "."}
+    done = subprocess.run(
+        [sys.executable, *flags, str(path)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_block_that_was_captured_before_is_not_looked_up_again(load: Any) -> None:
@@ -742,3 +804,101 @@ def test_a_debugger_of_frames_may_look_at_a_body() -> None:
         sys.settrace(before)
     close(x, FIRST)
     assert "forward" in frames
+
+
+def test_a_name_is_bound_in_every_frame_whose_invoke_saves_it() -> None:
+    def add(tracer: Any) -> Any:
+        with tracer.invoke(X):
+            h = model[0].output.save()
+        yield
+        yield h
+
+    h: Any = "stale"
+    with model.trace() as tracer:
+        other = add(tracer)
+        next(other)
+        with tracer.invoke(X):
+            h = model[1].output.save()
+    close(h, [FIRST, SECOND])
+    assert next(other) is h
+
+
+def test_a_name_is_left_alone_where_an_invoke_only_reads_it() -> None:
+    def add(tracer: Any, h: float) -> Any:
+        with tracer.invoke(X):
+            _ = (model[0].output * h).save()
+        yield
+        yield h
+
+    with model.trace() as tracer:
+        other = add(tracer, 2.0)
+        next(other)
+        with tracer.invoke(X):
+            h = model[1].output.save()
+    close(h[-1], SECOND)
+    assert next(other) == 2.0
+
+
+v = 100
+
+
+def test_a_variable_around_a_class_hides_that_of_the_module() -> None:
+    v = 1
+
+    class Inner:
+        with model.trace(X):
+            x = (model[0].output * 0 + v).save()
+
+        class Innermost:
+            with model.trace(X):
+                y = (model[0].output * 0 + v).save()
+
+    close(Inner.x, torch.ones(2, 4))
+    close(Inner.Innermost.y, torch.ones(2, 4))
+
+
+def test_a_variable_that_has_no_value_hides_that_of_the_module() -> None:
+    if not model:
+        v = 1
+    with pytest.raises(NameError, match="v"), model.trace(X):
+        (model[0].output * 0 + v).save()
+
+
+def test_a_variable_of_a_comprehension_hides_nothing() -> None:
+    assert [v for v in range(2)] == [0, 1]  # noqa: C416
+    with model.trace(X):
+        x = (model[0].output * 0 + v).save()
+    close(x, torch.full((2, 4), 100.0))
+
+
+class _Private:
+    __vec = 2.0
+
+    def __init__(self) -> None:
+        self.__bias = 1.0
+
+    def read(self, __given: float = 3.0) -> Any:
+        __k = 4.0
+
+        def called(__this: float = 0.0, **more: float) -> float:
+            return __this + sum(more.values())
+
+        with model.trace(X) as __tracer:
+            assert __tracer is not None
+            __x = (model[0].output * 0 + self.__vec + self.__bias + __given + __k).save()
+            y = called(__this=5.0).save()
+
+            class Other:
+                __vec = 7.0
+
+                def get(self) -> float:
+                    return self.__vec
+
+            other, name = Other().get().save(), "self.__vec".save()
+        return __x, y, other, name
+
+
+def test_private_names_are_those_of_the_class_around_a_block() -> None:
+    x, y, other, name = _Private().read()
+    close(x, torch.full((2, 4), 10.0))
+    assert (y, other, name) == (5.0, 7.0, "self.__vec")

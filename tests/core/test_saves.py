@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import nnsight_core
-from nnsight_core import LocationError, UnboundSaveWarning, save
+from nnsight_core import LocationError, NotSupportedError, UnboundSaveWarning, save
 
-from . import nets
+from . import nets, wired
 from .nets import X
 
 close = torch.testing.assert_close
@@ -235,3 +235,79 @@ def test_save_outside_a_block_says_where_it_belongs() -> None:
         save(1)
     with pytest.raises(AttributeError):
         torch.ones(1).save()  # type: ignore[attr-defined]
+
+
+def test_each_save_of_one_object_is_as_it_was_then() -> None:
+    """However the names are bound to it."""
+    f = True
+
+    def helper(x: Any) -> Any:
+        return nnsight_core.save(x)
+
+    model = wired.make()
+    with model.trace(wired.X):
+        h = model[0].output
+        a = h.save(); h[:] = 0; b = h.save()  # noqa: E702  # fmt: skip
+        h[:] = 1
+        c, m = h.save(), 3
+        h[:] = 2
+        d, n = h.save(), 4
+        h[:] = 3
+        e = h.save() if f else None
+        h[:] = 4
+        g = helper(h)
+        h[:] = 5
+        i = helper(h)
+    values = [float(x[0, 0]) for x in (b, c, d, e, g, i)]
+    assert values == [0, 1, 2, 3, 4, 5] and float(a[0, 0]) not in values
+
+
+def test_parts_of_a_saved_container_are_as_they_were_when_they_were_saved() -> None:
+    model = wired.make()
+    with model.trace(wired.X):
+        h = model[0].output
+        h[:] = 1
+        log = [].save()
+        log.append(h.save())
+        h[:] = 2
+        log.append((h.save(), 7))
+        h[:] = 3
+    assert [float(log[0][0, 0]), float(log[1][0][0, 0]), log[1][1]] == [1, 2, 7]
+    with model.trace(wired.X):
+        h = model[0].output
+        h[:] = 1
+        whole, named = [h].save(), {"h": h}.save()
+        array = h.numpy().save()
+        h[:] = 2
+        whole.append(h)
+    assert [float(x[0, 0]) for x in whole] == [1, 2]
+    assert float(named["h"][0, 0]) == 1 and float(array[0, 0]) == 1
+
+
+def test_a_name_from_outside_is_not_bound_to_what_it_is_equal_to() -> None:
+    kind = torch.float32
+    model = wired.make()
+    with model.trace() as tracer:
+        for _ in range(2):
+            with tracer.invoke(wired.X):
+                seen = model[0].output.dtype.save()
+                as_is = model[0].output.to(kind).save()
+    assert kind is torch.float32 and seen == [torch.float32] * 2 and len(as_is) == 2
+
+
+def test_which_state_a_container_is_to_have_must_be_clear() -> None:
+    model = wired.make()
+    with pytest.raises(NotSupportedError, match=r"has changed since.*clone"):
+        with model.trace(wired.X):
+            h = model[0].output
+            here, there = [].save(), [].save()
+            here.append(h.save())
+            h[:] = 2
+            there.append(h.save())
+    with model.trace(wired.X):
+        h = model[0].output
+        log = [].save()
+        before = h.save()
+        h[:] = 5
+        log.append(h)
+    assert float(log[0][0, 0]) == 5 != float(before[0, 0])

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from nnsight_core import ProtocolError
 from nnsight_core.backend import Ended, Finished, Invoke, Saved, Went
+from nnsight_core.code import compile_block
 from nnsight_core.outcome import Outcome
 from nnsight_core.outputs import CompletionOutput, RequestOutput
-from nnsight_core.wire.told import Told
+from nnsight_core.run import Run
+from nnsight_core.wire.blocks import encode_ended, encode_saved
+from nnsight_core.wire.told import News, Told
 
 
 def output(*tokens: int, finished: bool = False) -> RequestOutput:
@@ -65,14 +70,21 @@ def test_sequences_are_lists() -> None:
     assert first.saves == first.new_saves == {"t": [None, [1]]}
 
 
+def news(told: Told, found: dict[str, Any]) -> News:
+    """What is new, all of which is told."""
+    new = told.news(found)
+    told.went(new, found)
+    return new
+
+
 def test_what_changes_in_place_is_told_again_at_the_end() -> None:
     told, tensor = Told(), torch.zeros(2)
     seen, named = [tensor], {"a": 1}
-    first = told.news({"seen": seen, "named": named, "n": 3, "x": tensor})
+    first = news(told, {"seen": seen, "named": named, "n": 3, "x": tensor})
     assert first.saves.keys() == {"seen", "named", "n", "x"} and not first.more
     seen.append(4)
     named["b"] = 2
-    second = told.news({"seen": seen, "named": named, "n": 3, "x": tensor})
+    second = news(told, {"seen": seen, "named": named, "n": 3, "x": tensor})
     assert second == ({}, {"seen": [4], "named": {"b": 2}}, [])
     assert told.rest({"seen": seen, "named": named, "n": 3, "x": tensor}) == ({}, {}, [])
     tensor += 1
@@ -85,8 +97,40 @@ def test_a_list_that_holds_itself_is_told() -> None:
     told = Told()
     ring: list[Any] = [1]
     ring.append(ring)
-    assert told.news({"ring": ring}).saves == {"ring": ring}
+    assert news(told, {"ring": ring}).saves == {"ring": ring}
     ring.append(2)
-    assert told.news({"ring": ring}).more == {"ring": [2]}
+    assert news(told, {"ring": ring}).more == {"ring": [2]}
     # What holds itself is not compared, but told again.
     assert "ring" in told.rest({"ring": ring}).saves
+
+
+def test_a_dict_whose_keys_have_another_order_is_told_again() -> None:
+    told, named = Told(), {"a": 1, "b": 2}
+    news(told, {"named": named})
+    named["a"] = named.pop("a")
+    assert list(told.rest({"named": named}).saves["named"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize("before", [[], [1]], ids=["first", "later"])
+def test_what_could_not_be_told_is_the_error_at_the_end(before: list[Any]) -> None:
+    told, good, seen = Told(), [1], [*before]
+    run = Run(compile_block("    seen\n", "user.py", 1, "f"), {"seen": seen, "good": good})
+    run.saves.add(good, (0, 0))
+    if before:
+        run.saves.add(seen, (0, 0))
+        assert encode_saved(run, told, key="0").header["saves"].keys() == {"seen", "good"}
+    seen.append(torch.eye(2).to_sparse())
+    if not before:
+        run.saves.add(seen, (0, 0))
+        assert encode_saved(run, told, key="0").header["saves"].keys() == {"good"}
+    good.append(2)
+    seen.append(3)
+    header = encode_saved(run, told, key="0").header
+    assert header["more"].keys() == {"good"} and not header["saves"]
+    error = encode_ended(run, "0", 0, [], told).header["error"]
+    assert error["name"] == "EncodeError" and f"seen[{len(before)}]" in error["message"]
+
+
+def test_growth_of_what_was_never_told_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="what 't' has grown by"):
+        Outcome(0, Invoke(None)).take(Saved(0, more={"t": [1]}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 
 import nnsight_core
 from nnsight_core import CaptureError, EncodeError, LocationError, PolicyError, ProtocolError
@@ -39,7 +41,7 @@ from nnsight_core.wire.data import tensor_of
 from nnsight_core.wire.frames import Frame, read_frame
 from nnsight_core.wire.messages import BlockData, BlockMessage, EndedMessage, expect, read_message
 
-from . import nets, shipped
+from . import nets, shipped, wired
 from .nets import X
 
 close = torch.testing.assert_close
@@ -60,6 +62,62 @@ def ship(value: Any, pickle: bool = False, accept: bool | None = None) -> Any:
         pickle=pickle if accept is None else accept,
     )
     return decoder.decode(frame.header["x"])
+
+
+class Store:
+    """Has methods of these names of its own."""
+
+    saved = kept = 0
+
+    def save(self) -> str:
+        self.saved += 1
+        return "saved"
+
+    def keep(self) -> str:
+        self.kept += 1
+        return "kept"
+
+
+def doubled(value: Any) -> Any:
+    both = (value * 2).save()
+    return both
+
+
+class Doubling:
+    def __call__(self, value: Any) -> Any:
+        return (value * 2).save()
+
+
+def stored(store: Any) -> tuple[str, str]:
+    return store.save(), store.keep()
+
+
+def test_a_shipped_function_and_a_shipped_class_may_save() -> None:
+    made = wired.make()
+    with made.trace(wired.X):
+        value = made[0].output
+        here = doubled(value)
+        there = Doubling()(value)
+        plain = value.save()
+    close(here, plain * 2)
+    close(there, plain * 2)
+
+
+def test_a_function_given_instead_of_a_body_may_save() -> None:
+    made = wired.make()
+    value = made.trace(wired.X, fn=lambda _: doubled(made[0].output)).value
+    with made.trace(wired.X):
+        plain = made[0].output.save()
+    close(value, plain * 2)
+
+
+def test_in_a_shipped_function_objects_have_their_own_methods() -> None:
+    assert ship(stored)(Store()) == ("saved", "kept")
+
+
+def test_a_shipped_function_that_saves_outside_a_block_says_so() -> None:
+    with pytest.raises(LocationError, match="only inside a block"):
+        ship(doubled)(torch.ones(1))
 
 
 # -- functions -------------------------------------------------------------------------------------
@@ -170,6 +228,47 @@ def test_dataclasses_and_enums_travel_with_their_class() -> None:
     assert type(made) is cls and made.double == 24 and made.color is color
     assert color.value == "b" and made.parts[0].item() == 1
     assert cls(3) == cls(3) and cls(3).color.name == "RED"
+
+
+def test_several_flags_together_travel_by_value() -> None:
+    for flags in (re.I | re.M, re.RegexFlag(0), re.I):
+        assert ship(flags) == flags and type(ship(flags)) is re.RegexFlag
+    both, left = ship((shipped.Side.LEFT | shipped.Side.RIGHT, shipped.Side.LEFT))
+    assert both.value == 3 and left in both and type(left) is type(both)
+
+
+def test_a_dataclass_that_is_a_dict_travels_with_its_items() -> None:
+    out = ship(CausalLMOutput(logits=torch.ones(3)))
+    assert type(out) is CausalLMOutput and list(out) == ["logits"] and out.loss is None
+    assert out[0] is out.logits is out["logits"]
+    back = ship(shipped.Table(2, {"b": 1, "a": 2}))
+    assert list(back.items()) == [("b", 1), ("a", 2)] and back.width == 2
+
+
+def test_a_dataclass_that_is_more_than_its_fields_is_refused() -> None:
+    with pytest.raises(EncodeError, match="name is a .*Refused, which cannot be shipped"):
+        ship(shipped.Refused(3))
+
+
+def test_an_object_that_a_part_of_it_holds_comes_back() -> None:
+    outer = nn.Sequential(nn.Linear(2, 2))
+    vars(outer[0])["owner"] = outer
+    back = ship(outer)
+    assert back[0].owner is back
+    link = shipped.Link()
+    link.other = [link]
+    assert (made := ship(link)).other[0] is made
+    outer.act = outer.forward
+    with pytest.raises(EncodeError, match="holds itself"):
+        ship(outer.act)
+
+
+def test_a_name_that_cannot_be_made_there_is_named() -> None:
+    data = BlockData(
+        source="    pass\n", filename="f", line=1, function="f", names={"bad": {"$": "dtype"}}
+    )
+    with pytest.raises(ProtocolError, match="What the block uses as 'bad' cannot be made"):
+        decode_run(data, CodeDecoder([], model), "k", {})
 
 
 def test_a_module_of_torch_travels_as_class_and_state() -> None:
@@ -302,11 +401,15 @@ def test_large_tensors_travel_once_by_content() -> None:
         lambda t: t.view(-1)[5:].mul_(3),
         lambda t: t.data.add_(1),
         lambda t: t.detach().add_(1),
+        lambda t: t.data.copy_(t.flip(0)),
+        lambda t: t.data.copy_(t.view(-1, 2).flip(0).view(-1)),
+        lambda t: np.random.shuffle(t.numpy().reshape(-1, 64)),
+        lambda t: t.numpy()[-1:].fill(0),
     ],
-    ids=["add_", "item", "view", "data", "detach"],
+    ids=["add_", "item", "view", "data", "detach", "flip", "pairs", "shuffle", "last"],
 )
 def test_a_tensor_that_was_changed_in_place_has_a_new_content(change: Any) -> None:
-    tensor = torch.ones(BLOB)
+    tensor = torch.arange(float(BLOB))
     before, _ = content_of(tensor)
     assert content_of(tensor)[0] == before
     change(tensor)

@@ -438,3 +438,73 @@ def test_a_large_tensor_stays_where_it_came() -> None:
     # Who reads them for others copies.
     assert torch.equal(Decoder(frame.buffers).decode(forms[0]), large + 1)
     assert Decoder(frame.buffers).decode(forms[0]).data_ptr() not in places
+
+
+class Warm(float):
+    value = 3.0
+
+
+class Loud(str):
+    def __str__(self) -> str:
+        return "loud"
+
+
+def test_a_subclass_is_the_number_or_text_that_it_is() -> None:
+    assert there_and_back([Warm(7.5), Loud("soft")]) == [7.5, "soft"]
+
+
+def test_a_range_of_large_numbers_comes_back() -> None:
+    assert there_and_back(range(2**70, 2**70 + 9, 3)) == range(2**70, 2**70 + 9, 3)
+
+
+def test_a_text_of_numpys_keeps_the_zeros_at_its_end() -> None:
+    assert there_and_back(numpy.str_("a\0")) == "a\0" and there_and_back(numpy.str_("")) == ""
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_whole_numbers_have_a_limit(sign: int) -> None:
+    largest = sign * (10**4300 - 1)
+    assert there_and_back([largest]) == [largest]
+    for value in ([largest + sign], {largest + sign: 1}):
+        with pytest.raises(EncodeError, match=r"x.* is a whole number of more than 4300 digits"):
+            Encoder().encode(value, "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (numpy.ma.array([1.0, 2.0], mask=[0, 1]), "MaskedArray, of which only the numbers"),
+        (numpy.matrix([[1, 2]]), "matrix, of which only the numbers"),
+        (numpy.bytes_(b"a\0"), "numpy.bytes_, which cannot"),
+    ],
+    ids=["masked", "matrix", "bytes"],
+)
+def test_what_would_come_back_as_less_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(EncodeError, match=words):
+        Encoder().encode(value, "x")
+
+
+def test_a_renamed_named_tuple_comes_back_where_its_class_is_not() -> None:
+    renamed: Any = namedtuple("renamed", ["a", "a"], rename=True)
+    back = there_and_back(renamed(1, 2))
+    assert type(back) is not renamed and back._asdict() == {"a": 1, "_1": 2}
+
+
+class Odd(tuple):
+    _fields = ("a b",)
+
+
+def test_a_named_tuple_that_nobody_else_can_make_is_refused() -> None:
+    with pytest.raises(EncodeError, match="x is a .*Odd, which cannot"):
+        Encoder().encode(Odd([1]), "x")
+
+
+def test_a_tuple_that_holds_itself_is_refused() -> None:
+    ring: list[Any] = []
+    ring.append((1, ring))
+    inner = ring[0]
+    encoder = Encoder()
+    with pytest.raises(EncodeError, match="x is a tuple that holds itself"):
+        encoder.encode(inner, "x")
+    back = Decoder(encoder.buffers).decode(encoder.encode([ring, ring[0], inner], "y"))
+    assert back[0][0] is back[1] is back[2] and back[1][1] is back[0]

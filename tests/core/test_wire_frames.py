@@ -11,7 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnsight_core import CompletionOutput, Logprob, ProtocolError, RequestOutput
+from nnsight_core import (
+    CompletionOutput,
+    EncodeError,
+    Logprob,
+    ProtocolError,
+    RequestOutput,
+    SaveLimitError,
+)
+from nnsight_core.wire import frames
 from nnsight_core.wire.data import Decoder, Encoder
 from nnsight_core.wire.errors import ErrorRecord, FrameRecord
 from nnsight_core.wire.frames import VERSION, Frame, FrameReader, FrameTooLarge, join, read_frame
@@ -381,3 +389,21 @@ def test_who_counts_memory_is_asked_before_a_body_is_unpacked():
 def test_a_text_that_is_no_unicode_comes_through_in_part() -> None:
     frame = PrintedMessage(key="0", text="file \udcff ünd").frame()
     assert expect(read_frame(frame.to_bytes()), PrintedMessage).text == "file ? ünd"
+
+
+def test_a_header_that_no_reader_takes_is_refused_by_its_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frames, "_MAX_HEADER", 1000)
+    Frame({"v": [1] * 400}).seal()
+    with pytest.raises(SaveLimitError, match="more than a message may have.* tensor"):
+        Frame({"v": [1] * 500}).seal()
+    with pytest.raises(EncodeError, match="more than a message may have"):
+        Frame({"v": [1] * 500}).to_bytes()
+
+
+def test_a_header_that_json_cannot_say_is_refused() -> None:
+    for value in (2**70, object()):
+        with pytest.raises(EncodeError, match="cannot be written as JSON"):
+            Frame({"v": value}).seal()
+    assert Frame({"v": "\ud800"}).seal() == b'{"v":"?"}'

@@ -296,6 +296,18 @@ async def test_an_error_of_a_block(model: VLLM) -> None:
         await tracer.backend
 
 
+async def test_an_error_of_a_block_takes_the_runs_of_edits_along(model: VLLM) -> None:
+    async with model.edit() as (tracer, edit):
+        for _ in tracer.all():
+            model.transformer.h[3].output
+    with model.trace(PROMPT, max_tokens=200, **GREEDY) as tracer:
+        model.transformer.h[2].output
+        1 / 0
+    with pytest.raises(ZeroDivisionError):
+        await tracer.backend
+    assert (await held(model))["live"] == 0
+
+
 async def test_sequences_stream_side_by_side(model: VLLM) -> None:
     sampling = {"n": 2, "temperature": 1.0, "seed": 1, "max_tokens": 4, "ignore_eos": True}
     with model.trace(PROMPT, **sampling) as tracer:

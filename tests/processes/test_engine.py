@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
 
 from nnsight_core import EngineDeadError, EngineError
 from nnsight_vllm_worker import VLLM
@@ -193,6 +195,36 @@ def test_a_failing_start_says_its_root_cause(
         VLLM("/not_there", dispatch=True)
     with pytest.raises(EngineError, match="max_model_length"):
         VLLM(gpt2_path, dispatch=True, max_model_length=256)
+    with pytest.raises(EngineError, match=r"max_num_batched_tokens=16 cannot be had.* 17 or more"):
+        VLLM(gpt2_path, dispatch=True, max_num_batched_tokens=16, max_num_seqs=2, **SETTINGS)
+
+
+def test_prompts_that_come_as_embeddings_have_as_many_rows(processes: None, gpt2_path: str) -> None:
+    embed = AutoModelForCausalLM.from_pretrained(gpt2_path, dtype="float32").transformer.wte
+    ids = [[*range(10, 18)], [*range(20, 33)]]
+    embedded = [{"prompt_embeds": embed(torch.tensor(each)).detach()} for each in ids]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=4, ignore_eos=True, stop=["never said"], logprobs=1
+    )
+
+    def drawn(prompts: list[Any]) -> tuple[list[Any], list[Any]]:
+        made = [out.outputs[0] for out in model.llm.generate(prompts, params, use_tqdm=False)]
+        return [part.token_ids for part in made], [part.cumulative_logprob for part in made]
+
+    with VLLM(gpt2_path, dispatch=True, enable_prompt_embeds=True, **SETTINGS) as model:
+        with model.edit() as (tracer, edit):
+            for step in tracer.all():
+                if step < 2:
+                    model.transformer.h[4].output[-2:] *= 3
+        tokens, scores = drawn([{"prompt_token_ids": each} for each in ids])
+        # One that has ids beside two that have none.
+        mixed = [embedded[0], {"prompt_token_ids": ids[1]}, embedded[1]]
+        found, told = drawn(mixed)
+        edit.clear()
+        plain = drawn(mixed)[1]
+    assert found == [tokens[0], tokens[1], tokens[1]]
+    assert told == pytest.approx([scores[0], scores[1], scores[1]], abs=1e-3)
+    assert all(abs(a - b) > 1e-2 for a, b in zip(told, plain, strict=True))
 
 
 def test_a_script_without_a_guard_gets_one_sentence(gpt2_path: str, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from nnsight_core.wire.code import digest_of
 from nnsight_core.wire.frames import read_frame
 from nnsight_core.wire.messages import BlockData, BlockMessage, InvokeData, TraceMessage, expect
 from nnsight_serve.incoming import trace_of
+from nnsight_serve.limits import Limits
+from nnsight_serve.refusals import Refused
 from nnsight_serve.uploads import Missing, Uploads
 from nnsight_vllm_worker.prompts import prompt_of
 from nnsight_vllm_worker.requests import EXTRA
@@ -32,15 +34,17 @@ def carried(request) -> tuple[BlockMessage, list[bytes]]:
 def test_a_block_takes_its_own_buffers_along_and_no_others():
     message = TraceMessage(
         invokes=[InvokeData(prompt="a", block=0), InvokeData(prompt="b", block=1)],
-        blocks=[block(x=tensor(b=0)), block(x={"$": "list", "v": [tensor(b=2)]})],
+        blocks=[
+            block(x=tensor(b=0)),
+            block(x={"$": "list", "v": [tensor(b=2, at=1), tensor(b=2)]}),
+        ],
     )
     trace = trace_of(message.frame([b"one", b"two", b"six"]))
     first, second = (carried(request) for request in trace.requests)
-    assert first == (
-        BlockMessage(block=message.blocks[0]),
-        [b"one", b"", b""],
-    )
-    assert second[1] == [b"", b"", b"six"]
+    assert first == (BlockMessage(block=message.blocks[0]), [b"one"])
+    # What they are called by are their places among its own.
+    shown = {"$": "list", "v": [tensor(b=0, at=1), tensor(b=0)]}
+    assert second == (BlockMessage(block=block(x=shown)), [b"six"])
     assert [trace.index_of[request.key] for request in trace.requests] == [0, 1]
 
 
@@ -55,7 +59,49 @@ def test_contents_go_apart_from_the_blocks_that_name_them():
     assert {name: bytes(data) for name, data in trace.blobs.items()} == {digest: CONTENT}
     assert [request.blobs for request in trace.requests] == [(digest,), ()]
     assert [request.traced for request in trace.requests] == [True, False]
-    assert carried(trace.requests[0])[1] == [b""]
+    assert carried(trace.requests[0])[1] == []
+
+
+def test_many_blocks_beside_many_buffers_cost_what_they_are():
+    count = 4000
+    invokes = [InvokeData(prompt="a", block=index) for index in range(count)]
+    message = TraceMessage(invokes=invokes, blocks=[block()] * count)
+    trace = trace_of(read_frame(message.frame([b""] * count).to_bytes()))
+    assert sum(len(request.params.extra_args[EXTRA]) for request in trace.requests) < 400 * count
+
+
+def test_a_buffer_belongs_to_one_block_or_value():
+    forms = [{"x": tensor(b=0)}, {"y": tensor(b=0)}]
+    message = TraceMessage(
+        invokes=[InvokeData(prompt="a", block=0), InvokeData(prompt="b", block=1)],
+        blocks=[block(**names) for names in forms],
+    )
+    with pytest.raises(ProtocolError, match="Buffer 0 is named by two"):
+        trace_of(message.frame([b"one"]))
+    prompts = TraceMessage(invokes=[InvokeData(prompt=form["x"]) for form in forms[:1] * 2])
+    with pytest.raises(ProtocolError, match="Buffer 0 is named by two"):
+        trace_of(read_frame(prompts.frame([b"one"]).to_bytes()))
+
+
+def test_what_could_never_be_taken_is_refused_before_it_is_looked_at():
+    broken = block(x=tensor(b=99))
+    asked = [InvokeData(prompt="a", block=0)]
+    with pytest.raises(ProtocolError, match="2 blocks for 1 invokes"):
+        trace_of(TraceMessage(invokes=asked, blocks=[broken] * 2).frame())
+    with pytest.raises(Refused) as refused:
+        trace_of(TraceMessage(invokes=asked * 3, blocks=[broken]).frame(), fit=Limits(2, 9).fit)
+    assert refused.value.status == 413
+
+
+def test_a_kept_value_of_another_is_one_that_is_not_there():
+    names = {"mine": {"$": "kept", "id": "1", "name": "a"}, "its": {"$": "kept", "id": "2"}}
+    message = TraceMessage(invokes=[InvokeData(prompt="a", block=0)], blocks=[block(**names)])
+    sent, _ = carried(trace_of(message.frame(), owns={"1"}.__contains__).requests[0])
+    assert sent.block.names["mine"] == {"$": "kept", "id": "1", "name": "a"}
+    assert sent.block.names["its"] == {"$": "kept", "id": "", "name": "2"}
+    message.blocks = [block(x={"$": "kept", "id": []})]
+    with pytest.raises(ProtocolError, match="kept value is named by a text"):
+        trace_of(message.frame())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -49,6 +50,18 @@ def test_health_needs_no_key_and_every_other_route_does(keyed_server):
         assert http.post("/v1/trace", content=b"x").status_code == 401
         other = {"Authorization": f"Basic {KEY}"}
         assert http.get("/v1/model", headers=other).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["trace", "edits", "kept/free", "completions", "chat/completions"])
+def test_no_body_is_waited_for_before_the_key_is_known(keyed_server, path):
+    host, port = keyed_server.url.removeprefix("http://").split(":")
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), 10) as stranger:
+        stranger.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        assert stranger.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+    # Nor is it read what has come.
+    answer = httpx.post(f"{keyed_server.url}/v1/{path}", content=b"{bad")
+    assert answer.status_code == 401
 
 
 def test_a_models_key_is_shown_to_no_other_server(client, keyed_server):

@@ -22,6 +22,7 @@ from nnsight_core import BlockTimeout, BusyError, Edit, PolicyError, SaveLimitEr
 from nnsight_core.wire.messages import InvokeData, TraceMessage
 from nnsight_serve.bodies import Bodies, Body
 from nnsight_serve.refusals import Refused
+from nnsight_serve.steps import Steps
 from tests.fixtures.server import Server, serving
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -29,6 +30,7 @@ MAX_SAVES = 50_000
 MAX_BODY = 2_000_000
 LARGE = 1_800_000
 EDIT_BYTES = 400_000
+OPEN = "nnsight_requests_open"
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def measured(server: Server) -> dict[tuple[str, ...], float]:
 
 def settled(server: Server) -> dict[tuple[str, ...], float]:
     """The same, once every request is over; that is a little after its answer."""
-    while (found := measured(server))["nnsight_requests_open", "trace"]:
+    while any((found := measured(server)).get((OPEN, kind)) for kind in ("trace", "openai")):
         time.sleep(0.05)
     return found
 
@@ -172,6 +174,37 @@ def test_what_could_never_be_taken_is_told_so(limited):
     assert refused.status_code == 413 and "retry-after" not in refused.headers
     assert refused.json()["error"]["limit"] == 4
     assert "several traces" in refused.json()["error"]["message"]
+
+
+def completed(server: Server, prompt: Any, **options: Any) -> httpx.Response:
+    """The answer to a completion that is asked for as OpenAI's clients do."""
+    headers = {"Authorization": "Bearer key of ann"}
+    body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, **options}
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+
+
+def test_each_prompt_of_a_completion_counts_and_n_does_not(limited):
+    for prompts in (["a"] * 5, [[1, 2]] * 5):
+        refused = completed(limited, prompts)
+        assert refused.status_code == 413 and refused.json()["error"]["limit"] == 4
+    with filled(limited, ann=3):
+        refused = completed(limited, ["a", "b"])
+        assert refused.status_code == 429 and "3 of this key" in refused.text
+    for prompts, count in ((["a"] * 4, 4), ([1, 2, 3, 4, 5], 1)):
+        taken = completed(limited, prompts, n=2)
+        assert len(taken.json()["choices"]) == 2 * count
+        line = line_of(limited, id=taken.headers["x-request-id"])
+        assert (line["requests"], line["outcome"]) == (count, "ok")
+
+
+def test_a_completion_whose_body_is_too_large_is_refused_as_others_are(limited):
+    headers = {"Authorization": "Bearer key of ann", "Content-Type": "application/json"}
+    parts = [b'{"prompt": "', b"a" * MAX_BODY, b'"}']
+    url = f"{limited.url}/v1/completions"
+    answer = httpx.post(url, content=iter(parts), headers=headers)
+    assert answer.status_code == 413 and answer.json()["error"]["limit"] == MAX_BODY
+    line = line_of(limited, id=answer.headers["x-request-id"])
+    assert (line["status"], line["outcome"]) == (413, "refused")
 
 
 @pytest.mark.parametrize("way", ["whole", "chunked", "packed"])
@@ -354,6 +387,42 @@ def test_the_metrics_tell_what_has_been(limited, gpt2_path):
     assert after["nnsight_kept_bytes",] == after["nnsight_requests_open", "trace"] == 0
     generated = [n for n in after if n[0] == "vllm:generation_tokens_total"]
     assert sum(after[name] - before[name] for name in generated) == 3
+
+
+def grown(limited: Server, before: dict[tuple[str, ...], float], *names: str) -> list[float]:
+    """By how much metrics have grown since."""
+    after = settled(limited)
+    places = [next(place for place in after if place[0] == name) for name in names]
+    return [after[place] - before.get(place, 0.0) for place in places]
+
+
+def test_the_metrics_count_a_step_once_and_all_that_is_saved(limited, editors):
+    ann, _ = editors
+    names = ("nnsight_steps_total", "nnsight_saved_bytes_total", "nnsight_block_seconds_total")
+    with ann.edit("probe") as (tracer, edit):
+        for _ in tracer.all():
+            ann.transformer.h[3].output.norm()
+    before = settled(limited)
+    with ann.trace(PROMPT, max_tokens=4, ignore_eos=True) as tracer:
+        numbers = [float(n) / 3 for n in range(1000)].save()
+        for _ in tracer.all():
+            ann.transformer.h[3].output
+    steps, saved, seconds = grown(limited, before, *names)
+    assert (steps, saved) == (4, 8 * len(numbers)) and seconds > 0
+    before = settled(limited)
+    assert completed(limited, ["Hello", "Bye"], edits=["probe"]).status_code == 200
+    steps, saved, seconds = grown(limited, before, *names)
+    assert (steps, saved) == (8, 0) and seconds > 0
+
+
+def test_a_step_ran_as_its_slowest_block_had_it():
+    steps = Steps()
+    steps.take({"key": "0", "ways": {"plain": 3, "deferred": 1}})
+    steps.take({"key": "0", "ways": {"plain": 1, "eager": 2}, "edit": "a"})
+    steps.take({"key": "0", "ways": {"plain": 1}, "sequence": 1})
+    assert steps.new() == {"eager": 2, "plain": 3} and steps.new() == {}
+    steps.take({"key": "0", "ways": {"plain": 6}, "edit": "b"})
+    assert steps.new() == {"plain": 2}
 
 
 def test_an_engine_that_hangs_lives_and_is_not_ready(limited):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from nnsight_client import VLLM
 from nnsight_serve.cli import _parser, _settings
+from nnsight_serve.openai import prompts_in
 from tests.fixtures.server import Server, serving
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -93,6 +95,20 @@ def test_a_completion_is_what_a_generation_of_ours_is(client, ours):
     assert "nnsight" not in made.model_extra
 
 
+def test_ids_of_no_token_are_refused_and_the_engine_goes_on(client, ours):
+    strange: list[dict[str, Any]] = [
+        {"prompt": [1, -1, 3]},
+        {"prompt": [1, -(10**6)]},
+        {"prompt": [10**6]},
+        {"extra_body": {"stop_token_ids": [10**9], "min_tokens": 3}},
+        {"extra_body": {"allowed_token_ids": [10**6]}},
+    ]
+    for options in strange:
+        with pytest.raises(openai.BadRequestError):
+            complete(client, **options)
+    assert text_of(complete(client)).startswith(" Paris")
+
+
 def test_a_chat_goes_through_the_template_that_was_given(client):
     made = chat(client)
     assert made.choices[0].message.content == complete(client).choices[0].text
@@ -156,6 +172,13 @@ def test_refusals_are_those_that_openais_client_knows(client, spoken, options, k
 def test_entries_of_ones_own_are_passed_on(client):
     extra = {"vllm_xargs": {"mine": 1}, **LONG}
     assert complete(client, extra_body=extra).choices[0].text == complete(client).choices[0].text
+
+
+def test_it_may_be_asked_for_under_each_of_its_names(ours, spoken, gpt2_path):
+    for name in (NAME, f"org/{NAME}", f"{gpt2_path}/", f"another/folder/{Path(gpt2_path).name}"):
+        with VLLM(name, serve=spoken.url, api_key=KEY) as model:
+            assert model.generate([1, 2, 3], **GREEDY)[0].finished
+            assert repr(model) == f"<VLLM {name!r}, {spoken.url} runs {gpt2_path!r}>"
 
 
 def test_the_key_guards_these_routes_too(spoken):
@@ -274,6 +297,26 @@ def test_a_client_that_leaves_takes_its_request_along(client, ours, spoken):
         next(iter(stream))
         assert loaded(spoken)["requests"] == 1 == spoken.live()
     assert spoken.empty(within=2) and loaded(spoken)["requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"prompt": "a"}, 1),
+        ({"prompt": ["a", "b", "c"], "n": 4}, 3),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": [[1], [2, 3]]}, 2),
+        ({"prompt": ["a"], "prompt_embeds": ["x", "y"]}, 3),
+        ({"prompt": None, "prompt_embeds": "x"}, 1),
+        ({"prompt": []}, 1),
+        ({"messages": [{}, {}]}, 1),
+        ([1, 2], 1),
+    ],
+)
+def test_each_prompt_of_a_body_is_a_request_of_the_engine(body, count):
+    for encoding in ("utf-8", "utf-16"):  # which vLLM reads as well
+        assert prompts_in(json.dumps(body).encode(encoding)) == count
+    assert prompts_in(b"{bad") == prompts_in(b"[" * 100_000) == 1
 
 
 def read(*command: str) -> Any:

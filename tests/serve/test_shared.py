@@ -11,6 +11,7 @@ import torch
 
 from nnsight_client import VLLM
 from nnsight_core import KeptError, PolicyError
+from nnsight_core.kept import Kept
 from tests.fixtures.server import Server, serving
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -116,10 +117,46 @@ def test_kept_values_are_listed_to_who_keeps_them(people, gpt2_path, shared):
             there = (hidden * 1).save()
 
 
+def forged(handle: Kept, model: VLLM, server: Server) -> Kept:
+    """A handle of another's value, as if it had come home here."""
+    made = Kept(handle.id, handle.what, handle.bytes, handle.shape, handle.dtype)
+    made.name = "forged"
+    made._home = model._servers.backend(server.url).kept
+    return made
+
+
+def test_a_kept_value_is_read_by_who_keeps_it_and_nobody_else(people, shared):
+    ann, ben, _ = people
+    with ann.trace(PROMPT, **ONE):
+        hidden = ann.transformer.h[3].output.keep()
+    others, never = (
+        forged(hidden, ben, shared),
+        forged(Kept("no such", "float32 [1]", 4), ben, shared),
+    )
+    told: list[str] = []
+    for handle in (others, never):
+        with pytest.raises(KeptError, match="'forged' cannot be had: it was freed") as traced:
+            with ben.trace(PROMPT, **ONE):
+                there = (handle * 1).save()
+        with pytest.raises(KeptError, match="'forged' cannot be had: it was freed") as edited:
+            with ben.edit("reads") as (tracer, edit):
+                there = (handle * 1).save()
+        told += [str(traced.value), str(edited.value)]
+    # Nothing tells one from the other.
+    assert len({*told}) == 1
+    with ann.trace(PROMPT, **ONE):
+        there = (hidden * 1).save()
+    assert there.shape == hidden.shape
+    ann.kept.clear()
+
+
 def test_what_is_asked_for_is_checked(shared):
     with httpx.Client(base_url=shared.url, headers={"Authorization": "Bearer ann!"}) as http:
         assert http.post("/v1/edits", content=b"no frame").status_code == 400
-        assert http.post("/v1/kept/free", json={"ids": "x"}).status_code == 422
+        assert http.post("/v1/kept/free", json={"ids": "x"}).status_code == 400
+        assert http.post("/v1/kept/free", content=b"{bad").status_code == 400
+        large = http.post("/v1/kept/free", content=b"[" * (1 << 23))
+        assert large.status_code == 413 and large.json()["error"]["limit"] == 1 << 22
         assert http.delete("/v1/edits", params={"id": "nobody#1"}).json()["edits"] == []
         assert http.get("/v1/kept").json() == {"kept": []}
         http.headers["Authorization"] = "Bearer ben"

@@ -37,6 +37,17 @@ def test_every_module_in_every_step_equals_what_a_block_reads(gpt2: Any) -> None
         assert mlp.inputs == [None] * 3
 
 
+def test_what_is_not_waited_for_is_whole_all_the_same(gpt2: Any) -> None:
+    caches = []
+    for at_once in (True, False):
+        with gpt2.trace(PROMPT, max_tokens=4, **GREEDY) as tracer:
+            cache = tracer.cache([*gpt2.transformer.h], non_blocking=at_once)
+        caches.append(cache)
+    for path, entry in caches[0].items():
+        for visit, other in zip(entry.visits, caches[1][path].visits, strict=True):
+            close(visit.output, other.output)
+
+
 def test_modules_are_given_as_nodes_or_paths(gpt2: Any) -> None:
     with gpt2.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
         cache = tracer.cache(

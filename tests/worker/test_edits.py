@@ -203,6 +203,44 @@ def test_an_error_of_an_edit_rides_its_output(model):
     assert edit.info.errors == 2 and edit.info.requests == 2
 
 
+def test_a_trace_that_fails_takes_the_runs_of_its_edits_along(model):
+    with model.edit() as (tracer, edit):
+        for _ in tracer.all():
+            model.transformer.h[3].output
+    with pytest.raises(ZeroDivisionError):
+        with model.trace(PROMPTS[0], **GREEDY):
+            model.transformer.h[2].output
+            1 / 0
+    assert model._engine.counts()["live"] == 0
+    with pytest.raises(ZeroDivisionError):
+        with model.trace(PROMPTS[0], **GREEDY) as tracer:
+            1 / (len(tracer.result.outputs) - 1)
+    assert model._engine.counts()["live"] == 0
+
+
+def test_an_edit_that_would_be_lowered_sees_prompts_whole_where_it_cannot_be(compiled_tight):
+    model = compiled_tight
+    vector = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0)) * 5
+    prompts = [list(range(10 + start, 30 + start)) for start in range(6)]
+    with model.edit() as (tracer, writes):
+        for _ in tracer.all():
+            model.transformer.h[4].output[:] += vector
+    expected = [model.generate([prompt], **GREEDY)[0] for prompt in prompts]
+    writes.clear()
+    # What this one reads, no tap may have written before.
+    with model.edit() as (tracer, reads):
+        rows = core.save(len(model.transformer.h[4].output))
+    with model.edit() as (tracer, writes):
+        for _ in tracer.all():
+            model.transformer.h[4].output[:] += vector
+    found = model.generate(prompts, use_tqdm=False, **GREEDY)
+    model.clear_edits()
+    assert [output.errors for output in found] == [[]] * 6
+    assert [output.saves["rows"] for output in found] == [20] * 6
+    tokens = [[output.outputs[0].token_ids for output in each] for each in (found, expected)]
+    assert tokens[0] == tokens[1]
+
+
 def test_an_edit_that_cannot_be_is_refused_at_once(model):
     with pytest.raises(core.LocationError, match="no module 'transformer.hh"):
         with model.edit() as (tracer, edit):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -19,8 +21,11 @@ from nnsight_core import (
     LateWriteError,
     LocationError,
     OutOfOrderError,
+    ProtocolError,
+    SaveLimitError,
     WriteError,
 )
+from nnsight_core.wire import frames
 from tests.fixtures.ranks import WIDTH
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -42,6 +47,13 @@ class OwnError(Exception):
     def __init__(self, code: int, *, hint: str = "none") -> None:
         super().__init__(code)
         self.hint = hint
+
+
+class Once:
+    """Can be unpickled nowhere."""
+
+    def __reduce__(self) -> Any:
+        return (int, ("no number",))
 
 
 def helper(hidden: torch.Tensor) -> torch.Tensor:
@@ -231,6 +243,65 @@ def test_an_empty_prompt_is_refused(gpt2: Any, prompt: Any) -> None:
             logits = gpt2.logits.save()
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [[1, -1, 3], [1, 10**6], torch.tensor([1, -5]), {"prompt_token_ids": [2, -(10**6)]}],
+    ids=["negative", "large", "tensor", "dict"],
+)
+def test_ids_of_no_token_are_refused(gpt2: Any, prompt: Any) -> None:
+    with pytest.raises(ValueError, match="Token id -?[0-9]+"):
+        with gpt2.trace(prompt, max_tokens=1, detokenize=False):
+            logits = gpt2.logits.save()
+    with pytest.raises(ValueError, match="Token id -?[0-9]+"):
+        gpt2.generate(prompt, max_tokens=1, detokenize=False)
+
+
+@pytest.mark.parametrize("prompt", [torch.tensor([1.0, 2.0]), {"prompt_token_ids": [1, 2.5]}])
+def test_ids_that_are_no_whole_numbers_are_refused(gpt2: Any, prompt: Any) -> None:
+    with pytest.raises(TypeError, match="Token ids are whole numbers"):
+        with gpt2.trace(prompt, max_tokens=1):
+            logits = gpt2.logits.save()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"stop_token_ids": [10**9], "min_tokens": 3},
+        {"stop_token_ids": [-(10**6)], "min_tokens": 3},
+        {"allowed_token_ids": [10**6]},
+        {"logit_bias": {10**6: 1.0}},
+        {"logprob_token_ids": [10**6], "logprobs": 1},
+    ],
+)
+def test_sampling_arguments_with_ids_of_no_token_are_refused(gpt2: Any, sampling: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(sampling))):
+        with gpt2.trace(max_tokens=4) as tracer:
+            with tracer.invoke(PROMPT):
+                logits = gpt2.logits.save()
+            with tracer.invoke(PROMPT, **sampling):
+                pass
+    assert logits.shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"max_tokens": 1.5}, {"seed": 2**70}, {"temperature": True}, {"allowed_token_ids": [1.5]}],
+)
+def test_sampling_arguments_that_the_engine_cannot_read_are_refused(
+    gpt2: Any, sampling: dict[str, Any]
+) -> None:
+    (name, _), *_ = sampling.items()
+    with pytest.raises(TypeError, match=f"{name}=.* is of the wrong kind"):
+        with gpt2.trace(PROMPT, **sampling):
+            logits = gpt2.logits.save()
+
+
+def test_numbers_of_numpy_are_sampling_arguments(gpt2: Any) -> None:
+    with gpt2.trace(PROMPT, temperature=numpy.float32(0), max_tokens=numpy.int64(1)) as tracer:
+        out = tracer.result.save()
+    assert out.outputs[0].text == " Paris"
+
+
 def test_several_prompts_want_several_invokes(gpt2: Any) -> None:
     with pytest.raises(ValueError, match="one invoke per prompt"):
         with gpt2.trace(["a", "b"], max_tokens=1):
@@ -253,6 +324,52 @@ def test_what_cannot_come_home_is_named(gpt2: Any) -> None:
     with pytest.raises(EncodeError, match=r"layer.*cannot come home"):
         with gpt2.trace(PROMPT, max_tokens=1):
             layer = nnsight_core.save(gpt2.transformer.h[2])
+
+
+def test_large_numbers_come_home(gpt2: Any) -> None:
+    with gpt2.trace(PROMPT, max_tokens=1):
+        large = range(2**70, 2**70 + 3).save()
+    assert large == range(2**70, 2**70 + 3)
+
+
+def test_a_message_that_cannot_be_written_is_its_blocks_error(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = frames._json
+
+    def refuses(header: dict[str, Any]) -> bytes:
+        if header.get("saves"):
+            raise TypeError("no such number")
+        return write(header)
+
+    monkeypatch.setattr(frames, "_json", refuses)
+    with pytest.raises(EncodeError, match="cannot be written as JSON: no such number"):
+        with gpt2.trace(PROMPT, max_tokens=1):
+            good = [1].save()
+
+
+def test_a_list_beyond_what_a_message_holds_is_its_blocks_error(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "_MAX_HEADER", 10_000)
+    with pytest.raises(SaveLimitError, match="tensor or an array instead of a list"):
+        with gpt2.trace(PROMPT, max_tokens=1):
+            large = [0.5] * 10_000
+            large.save()
+
+
+def test_a_name_that_the_engine_cannot_make_is_its_blocks_error(gpt2: Any) -> None:
+    flags, broken = re.I | re.M, Once()
+    with gpt2.trace(PROMPT, max_tokens=1):
+        found = bool(re.match("h", "H", flags)).save()
+    assert found
+    with pytest.raises(ProtocolError, match="'broken' cannot be made where the block runs"):
+        with gpt2.trace(max_tokens=1) as tracer:
+            with tracer.invoke(PROMPT):
+                logits = gpt2.logits.save()
+            with tracer.invoke(PROMPT):
+                broken.save()
+    assert logits.shape[0] == 1
 
 
 def test_values_have_no_meaning_outside_a_block(gpt2: Any) -> None:

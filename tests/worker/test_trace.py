@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 import nnsight_core
+from nnsight_core import LocationError
 from tests.fixtures.ranks import WIDTH
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -139,6 +141,33 @@ def test_logits_and_samples_can_be_forced(gpt2: Any) -> None:
     assert out.outputs[0].text.startswith(" Tokyo")
 
 
+@pytest.mark.parametrize("logprobs", [0, 2])
+def test_logprobs_are_those_of_the_token_that_was_written(gpt2: Any, logprobs: int) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "logprobs": logprobs}
+    want = [gpt2.tokenizer(name)["input_ids"][0] for name in (" Tokyo", " Paris", " Rome")]
+    with gpt2.trace(**sampling) as tracer:
+        with tracer.invoke(PROMPT):
+            by_step = [].save()
+            for step in tracer.all():
+                by_step.append(gpt2.logits[0].log_softmax(-1))
+                gpt2.samples[:] = want[step]
+            out = tracer.result.save()
+        with tracer.invoke(PROMPT):
+            beside = tracer.result.save()
+    with gpt2.trace(PROMPT, **sampling) as tracer:
+        alone = tracer.result.save()
+    made, total = out.outputs[0], 0.0
+    assert made.token_ids == want
+    for token, told, scores in zip(want, made.logprobs, by_step, strict=True):
+        assert told[token].logprob == pytest.approx(scores[token].item(), abs=1e-4)
+        assert told[token].rank == (scores >= scores[token]).sum()
+        assert {*scores.topk(logprobs).indices.tolist()} <= {*told}
+        total += told[token].logprob
+    assert made.cumulative_logprob == pytest.approx(total)
+    told = [[{*each} for each in of.outputs[0].logprobs] for of in (beside, alone)]
+    assert told[0] == told[1]
+
+
 def test_result_may_be_looked_into_and_more_may_follow(gpt2: Any) -> None:
     with gpt2.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
         out = tracer.result.save()
@@ -195,6 +224,19 @@ def test_a_module_runs_on_the_blocks_own_values(gpt2: Any) -> None:
         lens = gpt2.logits_processor(gpt2.lm_head, normed).save()
         logits = gpt2.logits.save()
     close(lens, logits)
+
+
+def _called(model: Any, path: str) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        entering = model.transformer.h[1].output
+        model.get(path)(entering)
+
+
+@pytest.mark.parametrize("path", ["transformer.h.2", "transformer.h.2.attn.attn", "transformer"])
+def test_a_module_that_keeps_keys_and_values_is_not_called(gpt2: Any, path: str) -> None:
+    with pytest.raises(LocationError, match=rf"{path}\b.* cannot be called .*h\.\d+\.attn\.attn"):
+        _called(gpt2, path)
+    _called(gpt2, "transformer.h.2.mlp")
 
 
 def test_every_value_of_a_block_equals_its_clone(llama: Any) -> None:
@@ -363,6 +405,29 @@ def test_plain_generation(gpt2: Any) -> None:
     outs = gpt2.generate([PROMPT, "The capital of Japan is the city of"], temperature=0.0)
     assert [o.outputs[0].text for o in outs] == [" Paris", " Tokyo"]
     assert gpt2.generate(PROMPT, temperature=0.0, max_new_tokens=1)[0].outputs[0].text == " Paris"
+
+
+def test_traces_and_plain_generations_take_turns(gpt2: Any) -> None:
+    found: dict[str, list[Any]] = {"plain": [], "traced": []}
+
+    def plain() -> None:
+        for _ in range(4):
+            outputs = gpt2.generate([PROMPT, "Hello"], use_tqdm=False, max_tokens=8)
+            found["plain"].append([output.prompt for output in outputs])
+
+    def traced() -> None:
+        for _ in range(4):
+            with gpt2.trace(PROMPT, max_tokens=8, ignore_eos=True) as tracer:
+                result = tracer.result.save()
+            found["traced"].append(len(result.outputs[0].token_ids))
+            assert gpt2._engine.counts()["live"] >= 0
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (plain, traced)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {"plain": [[PROMPT, "Hello"]] * 4, "traced": [8] * 4}
 
 
 def test_a_function_instead_of_a_body(gpt2: Any) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from nnsight_core import NotATapError, WriteError
+from nnsight_core.errors import EngineError
 from nnsight_core.wants import Want, Wants, Way
-from nnsight_vllm_worker import known
+from nnsight_vllm_worker import copies, known
+from nnsight_vllm_worker.taps import Taps
 from tests.fixtures.ranks import WIDTH
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -328,3 +330,29 @@ def test_a_write_to_an_input_at_a_tap_is_its_error_alone(
             with tracer.invoke("Big Ben"):
                 seen = compiled_gpt2.transformer.h[3].attn.input.save()
     assert seen.shape[1] == WIDTH and compiled_gpt2._engine.counts()["live"] == 0
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("long", [False, True])
+def test_short_memory_for_copies_is_the_error_of_those_they_are_for(
+    compiled_gpt2: Any, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model, layer = compiled_gpt2, layers(compiled_gpt2)
+    prompt = list(range(1, 200)) if long else PROMPT
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "cut_rows", short)
+        patch.setattr(Taps, "copies", short)
+        with pytest.raises(EngineError, match="no memory for copies"):
+            with model.trace(**STEPS) as tracer:
+                with tracer.invoke(prompt):
+                    value = layer[4].output.save()
+                with tracer.invoke(PROMPT):
+                    out = tracer.result.save()
+    assert len(out.outputs[0].token_ids) == STEPS["max_tokens"]
+    with model.trace(PROMPT, **STEPS):
+        value = layer[4].output.save()
+    assert value.shape[0] == len(out.prompt_token_ids)
+    assert model._engine.counts()["live"] == 0

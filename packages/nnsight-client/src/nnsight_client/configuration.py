@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsight_client.addresses import check_address
+from nnsight_client.keys import check_key
 from nnsight_core.errors import NNsightWarning
 
 SERVER = "NNSIGHT_SERVER"
@@ -46,7 +47,7 @@ def configure(server: str, api_key: str | None = None) -> Path:
         >>> nnsight_client.configure("https://models.example.org", api_key="...")
         >>> model = VLLM("openai-community/gpt2", remote=True)
     """
-    given = {"server": check_address(server), "api_key": api_key}
+    given = {"server": check_address(server), "api_key": check_key(api_key)}
     for name, value in given.items():
         if value is not None and not (value.isascii() and value.isprintable()):
             raise ValueError(f"{name} holds characters that no header can carry.")

@@ -15,6 +15,7 @@ import httpx
 
 from nnsight_client.addresses import check_address
 from nnsight_client.direct import DirectTransport
+from nnsight_client.keys import check_key
 from nnsight_core.errors import ProtocolError
 
 CONNECT = 10.0
@@ -35,7 +36,7 @@ def connect(url: str, api_key: str | None, verify: Trust = True) -> httpx.Client
             `ssl.SSLContext`, or False for nothing at all.
 
     Raises:
-        ValueError: `url` is no address, or there is no such file.
+        ValueError: `url` is no address, no header can hold the key, or there is no such file.
     """
     mounts = {url: DirectTransport(keep_alive)} if near(url) and _straight(url) else None
     hooks = {"request": [_watch]}
@@ -85,9 +86,13 @@ def _straight(url: str) -> bool:
 
 
 def _settings(url: str, api_key: str | None, verify: Trust) -> dict[str, Any]:
+    # Frames say themselves whether they are packed, and are read as they come.
+    headers = {b"Accept-Encoding": b"identity"}
+    if check_key(api_key):
+        headers[b"Authorization"] = f"Bearer {api_key}".encode()
     return {
         "base_url": check_address(url),
-        "headers": {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {},
+        "headers": headers,
         "timeout": httpx.Timeout(None, connect=CONNECT, read=SILENCE),
         "verify": _trusted(verify),
     }

@@ -55,7 +55,6 @@ class TraceEncoder:
             EncodeError: its prompt, a sampling argument or a name of its block cannot be shipped.
             KeptError: it uses a kept value that is not on that server.
         """
-        block = self.block(invoke)
         prompt = invoke.prompt
         if isinstance(prompt, Mapping):  # a tokenizer's output is a mapping, but no dict
             prompt = dict(prompt)
@@ -65,7 +64,8 @@ class TraceEncoder:
                 name: self._plain(_sendable(name, value), f"The sampling argument {name!r}")
                 for name, value in invoke.sampling.items()
             },
-            block=block,
+            # Last, since each block that is sent belongs to an invoke that is.
+            block=self.block(invoke),
             edits=invoke.edits,
         )
         self._invokes.append(entry)

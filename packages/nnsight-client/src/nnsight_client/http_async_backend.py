@@ -198,6 +198,7 @@ class HttpAsyncBackend:
                             asked.encoder.check_unchanged()
                             continue
                     check(response, url)
+                    self.now.served.take(response.headers)
                     held |= blobs
                     async for chunk in response.aiter_raw():
                         for frame in reader.feed(chunk):

@@ -15,6 +15,7 @@ from nnsight_client.direct import frames_in
 from nnsight_client.encoding import TraceEncoder
 from nnsight_client.patience import RETRIES, sending
 from nnsight_client.refusals import error_of, missing_in, no_server, other_version, refusal_in
+from nnsight_client.served import Served
 from nnsight_client.told import Told
 from nnsight_core.backend import EditInfo, EditList, EditSpec, Event, Invoke
 from nnsight_core.edits import owner
@@ -37,8 +38,10 @@ class HttpBackend:
         tree: gives the model's tree if it is known here.
         verify: what the server's certificate is checked against; see `connect`.
         retries: how often what surely has not run is sent anew.
+        repo: the name or folder of the model that is asked for; None for any.
 
     Attributes:
+        served: the model that it runs.
         url, verify, retries: as given.
         kept: what blocks kept on the server's engine for this process.
         told: what its answers have said of its state.
@@ -56,10 +59,12 @@ class HttpBackend:
         tree: Callable[[], ModelTree | None] = lambda: None,
         verify: Trust = True,
         retries: int = RETRIES,
+        repo: str | None = None,
     ) -> None:
         self.url = check_address(url)
         self.verify = verify
         self.retries = retries
+        self.served = Served(repo, self.url)
         self.kept = KeptValues(self)
         self.told = Told()
         self.held: set[str] = set()
@@ -120,6 +125,7 @@ class HttpBackend:
             raise no_server(self.url, "what it says of its model is no such thing") from None
         if version != VERSION:
             raise other_version(self.url, version)
+        self.served.take(response.headers)
         self._names = SamplingNames(answer["sampling"])
         return ModelTree.model_validate(answer["tree"])
 
@@ -197,6 +203,7 @@ class HttpBackend:
             raise refusal
         if not answer.is_success:
             raise error_of(answer, self.url)
+        self.served.take(answer.headers)
         self.told.take(EditList.model_validate(answer.json()))
         info = EditInfo.model_validate(answer.json()["edit"])
         self.held |= set(encoder.blobs)
@@ -249,6 +256,7 @@ class HttpBackend:
                             self.held -= blobs
                             continue
                     check(response, self.url)
+                    self.served.take(response.headers)
                     self.held |= blobs
                     yield from frames_in(response, reader)
                     return

@@ -81,6 +81,7 @@ class VLLM(Model):
             lambda: self._places.tree if self._places.sure else None,
             verify=verify,
             retries=retries,
+            repo=repo,
         )
         self._serve = self._servers.url
         if dispatch:
@@ -121,6 +122,12 @@ class VLLM(Model):
             self._backend_for({})  # says that no server is named
             raise LocationError(f"The tree of {self._repo} is not known.")
         return places.tree
+
+    def __repr__(self) -> str:
+        served = self._servers.names()
+        runs = f" runs {served[0]!r}" if served else ""
+        where = f", {self._serve}{runs}" if self._serve is not None else ""
+        return f"<VLLM {self._repo!r}{where}>"
 
     def close(self) -> None:
         """Close the connections, and end the engine if one was built here."""

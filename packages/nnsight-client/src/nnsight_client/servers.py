@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_client.addresses import check_address
 from nnsight_client.configuration import choose
+from nnsight_client.keys import check_key
 
 if TYPE_CHECKING:
     from nnsight_client.http_async_backend import HttpAsyncBackend
@@ -22,13 +23,14 @@ class Servers:
         api_key: the key of that server, which no other is shown.
         tokenizer: gives the model's tokenizer if this process has loaded it.
         tree: gives the model's tree if it is known here.
-        **connection: how servers are reached (`verify=`, `retries=`).
+        **connection: how servers are reached (`verify=`, `retries=`), and which model is asked for
+            (`repo=`).
 
     Attributes:
         url: as given.
 
     Raises:
-        ValueError: `url` is no address.
+        ValueError: `url` is no address, or no header can hold the key.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Servers:
         **connection: Any,
     ) -> None:
         self.url = None if url is None else check_address(url)
-        self._api_key = api_key
+        self._api_key = check_key(api_key)
         self._tokenizer = tokenizer
         self._tree = tree
         self._connection = connection
@@ -89,6 +91,11 @@ class Servers:
         if (url, api_key) not in self._async:
             self._async[url, api_key] = HttpAsyncBackend(known, api_key)
         return self._async[url, api_key]
+
+    def names(self) -> tuple[str, ...]:
+        """By which names the model's own server knows its model, as far as it has said."""
+        known = [server for (url, _), server in self._known.items() if url == self.url]
+        return next((server.served.names for server in known if server.served.names), ())
 
     def close(self) -> None:
         """Close the connections."""

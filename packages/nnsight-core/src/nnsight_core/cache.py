@@ -195,6 +195,7 @@ class Recorder:
         """The value as data where the cache is to hold it; a module in it becomes its name."""
         if isinstance(value, Tensor):
             device, dtype = self._options["device"], self._options["dtype"]
+            dtype = dtype if value.is_floating_point() or value.is_complex() else None
             return value.to(device, dtype, non_blocking=self._options["non_blocking"])
         if isinstance(value, tuple) and hasattr(type(value), "_fields"):
             return type(value)(*[self._plain(part) for part in value])
@@ -221,7 +222,7 @@ def open_cache(
     Args:
         modules: modules or their paths; every module of the model if left out.
         device: where values wait until the request ends; None leaves them where they are.
-        dtype: what they are converted to.
+        dtype: what they are converted to; whole numbers (token ids) stay as they are.
         include_output: keep what the modules give back.
         include_inputs: keep what they are handed, as `(args, kwargs)`.
         non_blocking: do not wait for the copies.

@@ -25,10 +25,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 from nnsight_core.code import Code, compile_block, is_lazy
+from nnsight_core.edited import edit_in
 from nnsight_core.errors import CaptureError
 from nnsight_core.kept import Kept
+from nnsight_core.lookup import codes, names_around, own_names, variables_around
 from nnsight_core.parsing import parse
+from nnsight_core.private import mangled, mangled_target
 
+_With = tuple[ast.With | ast.AsyncWith, str]
+"""A statement, and the class in whose text it stands."""
 WAY_OUT = "Give the block as a function instead: `model.trace(prompt, fn=function)`."
 
 
@@ -64,30 +69,52 @@ def capture(frame: FrameType) -> Block:
     Raises:
         CaptureError: the body cannot be had; the message says why and what to do.
     """
-    code, target = _find(frame)
+    found = _find(frame)
     local, global_ = frame.f_locals, frame.f_globals
     names = {}
-    for name in code.names.needs:
+    for name in found.code.names.needs:
         if name in local:
             names[name] = local[name]
-        elif name in global_:
+        elif name in found.closed:
+            around = variables_around(frame, name)
+            if name in around:
+                names[name] = around[name]
+        elif name in global_ and name not in found.own:
             names[name] = global_[name]
     names["__name__"] = global_.get("__name__", "__main__")
-    return Block(code, names, target)
+    return Block(found.code, names, found.target)
 
 
-_FOUND: OrderedDict[tuple[int, int], tuple[CodeType, Code, ast.expr | None]] = OrderedDict()
+@dataclass(slots=True)
+class _Found:
+    """The block at one place of some running code.
+
+    Attributes:
+        running: that code, which is held so that its id is not given to another meanwhile.
+        own: needed names that are never global there, whether they have a value or not.
+        closed: needed names of a class body that belong to a function around it.
+    """
+
+    running: CodeType
+    code: Code
+    target: ast.expr | None
+    own: frozenset[str]
+    closed: frozenset[str]
+
+
+_FOUND: OrderedDict[tuple[int, int], _Found] = OrderedDict()
 _FOUND_MAX = 4096
 
 
-def _find(frame: FrameType) -> tuple[Code, ast.expr | None]:
+def _find(frame: FrameType) -> _Found:
     key = (id(frame.f_code), frame.f_lasti)
     known = _FOUND.get(key)
     if known is not None:
-        return known[1], known[2]
-    found = _search(frame)
-    # The entry holds the code object, so that its id is not given to another meanwhile.
-    _FOUND[key] = (frame.f_code, *found)
+        return known
+    code, target = _search(frame)
+    own = own_names(frame.f_code, code.names.needs)
+    closed = names_around(frame.f_code, code.names.needs)
+    found = _FOUND[key] = _Found(frame.f_code, code, target, own, closed)
     if len(_FOUND) > _FOUND_MAX:
         _FOUND.popitem(last=False)
     return found
@@ -102,13 +129,21 @@ def _search(frame: FrameType) -> tuple[Code, ast.expr | None]:
             f"The source of the block at {where} cannot be had (code typed into `exec` or standard "
             f"input has none). {WAY_OUT}"
         )
-    statement = _with_at(_withs("".join(lines), filename), frame)
-    if statement is None:
+    whole = "".join(lines)
+    found = _with_at(_withs(whole, filename), frame)
+    if found is None:
         raise CaptureError(
             f"No `with` statement with this call stands at {where}: it was entered some other way "
             f"(an ExitStack?), or the file was changed since it was imported. {WAY_OUT}"
         )
+    statement, owner = found
     body = statement.body
+    edit = edit_in(frame, whole, body)
+    if edit is not None:
+        raise CaptureError(
+            f"The source of the block at {where} {edit}: the file was changed since it was "
+            "imported. Restart, or reload the module."
+        )
     first = min([body[0].lineno, *(d.lineno for d in getattr(body[0], "decorator_list", []))])
     last = body[-1].end_lineno or first
     text = lines[first - 1 : last]
@@ -117,19 +152,13 @@ def _search(frame: FrameType) -> tuple[Code, ast.expr | None]:
         text[0] = " " * len(head) + text[0][len(head) :]
     running = frame.f_code
     lazy = is_lazy(running.co_flags)
-    code = compile_block("".join(text), filename, first, running.co_name, lazy)
-    known = _all_names(frame.f_code)
-    strange = [n for n in code.names.needs if n not in known]
-    if strange:
-        raise CaptureError(
-            f"The source of the block at {where} names {strange[0]!r}, which the running code does "
-            "not: the file was changed since it was imported. Restart, or reload the module."
-        )
-    return code, statement.items[-1].optional_vars
+    source = mangled("".join(text), owner)
+    code = compile_block(source, filename, first, running.co_name, lazy)
+    return code, mangled_target(statement.items[-1].optional_vars, owner)
 
 
 @lru_cache(maxsize=64)
-def _withs(text: str, filename: str) -> dict[int, list[ast.With]]:
+def _withs(text: str, filename: str) -> dict[int, list[_With]]:
     """The `with` statements of a file, by the lines on which they and their items start."""
     try:
         tree = parse(text, filename)
@@ -138,21 +167,26 @@ def _withs(text: str, filename: str) -> dict[int, list[ast.With]]:
             f"{filename} cannot be read as Python ({error.msg}, line {error.lineno}): it was "
             "changed since it was imported."
         ) from error
-    found: dict[int, list[ast.With]] = {}
-    for node in ast.walk(tree):
+    found: dict[int, list[_With]] = {}
+    waiting: list[tuple[ast.AST, str]] = [(tree, "")]
+    while waiting:
+        node, owner = waiting.pop()
         if isinstance(node, ast.With | ast.AsyncWith):
             for line in {node.lineno, *(item.context_expr.lineno for item in node.items)}:
-                found.setdefault(line, []).append(node)  # type: ignore[arg-type]
+                found.setdefault(line, []).append((node, owner))
+        if isinstance(node, ast.ClassDef):
+            owner = node.name
+        waiting += [(child, owner) for child in ast.iter_child_nodes(node)]
     return found
 
 
-def _with_at(withs: dict[int, list[ast.With]], frame: FrameType) -> ast.With | None:
+def _with_at(withs: dict[int, list[_With]], frame: FrameType) -> _With | None:
     positions = list(frame.f_code.co_positions())
     here = positions[frame.f_lasti // 2]
     if here[2] is None:  # Python runs without column numbers (-X no_debug_ranges)
         nodes = withs.get(frame.f_lineno, [])
         return nodes[0] if len(nodes) == 1 else None
-    for node in withs.get(here[0] or -1, []):
+    for node, owner in withs.get(here[0] or -1, []):
         # Entering is placed at the statement up to Python 3.12, at the item from 3.13 on.
         if here == _place(node):
             opcodes = frame.f_code.co_code
@@ -171,7 +205,7 @@ def _with_at(withs: dict[int, list[ast.With]], frame: FrameType) -> ast.With | N
                 f"{frame.f_code.co_filename}:{frame.f_lineno}: a trace must be the last item of "
                 "its `with` statement, since the items after it would be part of its body."
             )
-        return node
+        return node, owner
     return None
 
 
@@ -230,23 +264,12 @@ def _holds(text: str, code: CodeType) -> bool:
         whole = compile(text, code.co_filename, "exec", dont_inherit=True)
     except SyntaxError:
         return False
-    return any(_sign(c) == _sign(code) for c in _codes(whole))
+    return any(_sign(c) == _sign(code) for c in codes(whole))
 
 
 def _sign(code: CodeType) -> tuple[Any, ...]:
     # Codes that are equal are not always so once they have run.
     return (code.co_qualname, code.co_firstlineno, code.co_varnames, code.co_code)
-
-
-def _codes(code: CodeType) -> list[CodeType]:
-    """A code and every one in it."""
-    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
-    return [code, *(found for each in inner for found in _codes(each))]
-
-
-def _all_names(code: CodeType) -> set[str]:
-    every = [(c.co_names, c.co_varnames, c.co_cellvars, c.co_freevars) for c in _codes(code)]
-    return {name for kinds in every for names in kinds for name in names}
 
 
 class Skipped(BaseException):

@@ -46,13 +46,9 @@ def check_replacement(location: Location, old: Any, new: Any) -> None:
             f"{location} is {describe(old)}; it cannot be replaced by {describe(new)}, which is "
             "built otherwise."
         )
+    check_kept(location, before, new)
     for (path, was), (_, now) in zip(before, after, strict=True):
         if not isinstance(was, Tensor):
-            if was is not now and not (type(now) in SCALARS and was == now):
-                raise WriteError(
-                    f"{location}{path} is {was!r:.80}, which is no tensor; other requests may "
-                    "share it, so it cannot be replaced."
-                )
             continue
         if was.shape != now.shape:
             raise WriteError(
@@ -63,6 +59,32 @@ def check_replacement(location: Location, old: Any, new: Any) -> None:
             raise WriteError(
                 f"{location}{path} is {describe(was)}; it cannot be replaced by {describe(now)}. "
                 f"Convert it first: `.to(torch.{dtype_name(was.dtype)})`."
+            )
+
+
+def check_kept(location: Location, before: list[tuple[str, Any]], new: Any) -> None:
+    """Refuse a value in which anything but tensors is another than before.
+
+    Args:
+        before: the parts that it had, by how they are reached.
+
+    Raises:
+        WriteError: with what was there.
+    """
+    after = dict(leaves(new))
+    for path, was in before:
+        now = after.pop(path, None)
+        if isinstance(was, Tensor) or was is now or (type(now) in SCALARS and was == now):
+            continue
+        raise WriteError(
+            f"{location}{path} is {was!r:.80}, which is no tensor; other requests may share it, so "
+            "it cannot be replaced."
+        )
+    for path, now in after.items():
+        if not isinstance(now, Tensor):
+            raise WriteError(
+                f"{location} has no {path}, and got {now!r:.80} there: a write must keep how the "
+                "value is built."
             )
 
 

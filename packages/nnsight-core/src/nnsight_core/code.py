@@ -51,6 +51,8 @@ class Code:
     """Whether annotations are not evaluated (`from __future__ import annotations`)."""
     names: Names
     compiled: CodeType
+    places: tuple[tuple[int | None, int | None], ...]
+    """The line and column of each instruction."""
     snapshots: bool
     """Whether a saved tensor may be changed in place later in the block."""
     unseen: bool
@@ -123,7 +125,10 @@ def compile_block(
         place = f"{filename}:{(error.lineno or 1) + above}"
         raise CaptureError(f"{place}: {error.msg} of the block.") from error
     compiled = _moved(compiled, above).replace(co_name=function, co_qualname=function)
-    return Code(source, filename, line, function, lazy, names, compiled, snapshots, unseen, policy)
+    places = tuple((line, column) for line, _, column, _ in compiled.co_positions())
+    return Code(
+        source, filename, line, function, lazy, names, compiled, places, snapshots, unseen, policy
+    )
 
 
 def _refuse_gradients(body: list[ast.stmt], filename: str) -> None:

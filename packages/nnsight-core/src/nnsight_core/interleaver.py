@@ -208,6 +208,11 @@ class Interleaver:
             self.skips[location] = left = [entry for entry in skips if entry[0] is not run]
             if not left:
                 del self.skips[location]
+        own = set(map(id, run.recorders))
+        for location, observers in list(self.observers.items()) if own else ():
+            self.observers[location] = others = [each for each in observers if id(each) not in own]
+            if not others:
+                del self.observers[location]
         self._look()
         run.kill()
 

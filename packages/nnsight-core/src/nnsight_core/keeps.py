@@ -161,6 +161,10 @@ class Keeps:
         """The id, bytes and age of each value."""
         return [(id, v.bytes, self._now - v.since) for id, v in self._values.items()]
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all of them."""
+        return [tensor for held in self._values.values() for tensor in flat(held.value)]
+
     def _hold(self, id: str, of: str, value: Any, since: float) -> Kept:
         size = _size(value)
         written = None

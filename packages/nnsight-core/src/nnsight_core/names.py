@@ -12,6 +12,9 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+Span = tuple[tuple[int, int], tuple[int, int]]
+"""Lines and columns of the beginning and the end of an expression."""
+
 
 @dataclass(slots=True)
 class Names:
@@ -23,6 +26,8 @@ class Names:
     """Names that the block itself binds, deletes included."""
     saved: dict[str, set[int]] = field(default_factory=dict)
     """Names that hold what `save` or `keep` was given or gave back, with the lines of the calls."""
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    """Where the expressions stand that give each name its value."""
 
 
 def analyse(body: list[ast.stmt], lazy: bool = False) -> Names:
@@ -30,7 +35,7 @@ def analyse(body: list[ast.stmt], lazy: bool = False) -> Names:
     names = Names()
     _Flow(names, lazy).block(body, set())
     for node in ast.walk(ast.Module(body=body, type_ignores=[])):
-        _note_saves(node, names.saved)
+        _note_saves(node, names)
     return names
 
 
@@ -46,25 +51,61 @@ def is_save(node: ast.AST) -> bool:
     return False
 
 
-def _note_saves(node: ast.AST, saved: dict[str, set[int]]) -> None:
-    names: list[str] = []
+def _note_saves(node: ast.AST, names: Names) -> None:
     match node:
-        case ast.Assign(targets=targets, value=call) if is_save(call):
-            # `a, b = pair.save()` saves what both names hold.
-            parts = [part for target in targets for part in ast.walk(target)]
-            names = [p.id for p in parts if isinstance(p, ast.Name) and _stores(p)]
-        case ast.AnnAssign(target=ast.Name(id=name), value=call) if call and is_save(call):
-            names = [name]
-        case ast.NamedExpr(target=ast.Name(id=name), value=call) if is_save(call):
-            names = [name]
-        case ast.Call(func=ast.Attribute(ast.Name(name)), args=[]) as call if is_save(call):
-            names = [name]
-        case ast.Call(args=[ast.Name(id=name), *_]) as call if is_save(node):
-            names = [name]
+        case ast.Assign(targets=targets, value=value):
+            given = [pair for target in targets for pair in _given(target, value)]
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            given = _given(target, value)
+        case ast.NamedExpr(target=target, value=value):
+            given = _given(target, value)
+        case ast.Call(func=ast.Attribute(ast.Name(name)), args=[]) if is_save(node):
+            names.saved.setdefault(name, set()).add(node.lineno)
+            return
+        case ast.Call(args=[ast.Name(id=name), *_]) if is_save(node):
+            names.saved.setdefault(name, set()).add(node.lineno)
+            return
         case _:
             return
-    for name in names:
-        saved.setdefault(name, set()).add(call.lineno)
+    for name, value in given:
+        for result in _results(value):
+            names.spans.setdefault(name, []).extend(_spans(result))
+            if is_save(result):
+                names.saved.setdefault(name, set()).add(result.lineno)
+
+
+def _given(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
+    """The names that an assignment binds, each with what its value comes from."""
+    if isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
+        starred = any(isinstance(part, ast.Starred) for part in (*target.elts, *value.elts))
+        if len(target.elts) == len(value.elts) and not starred:
+            pairs = zip(target.elts, value.elts, strict=True)
+            return [pair for part, given in pairs for pair in _given(part, given)]
+    # `a, b = pair.save()` saves what both names hold.
+    parts = ast.walk(target)
+    return [(part.id, value) for part in parts if isinstance(part, ast.Name) and _stores(part)]
+
+
+def _results(value: ast.expr) -> list[ast.expr]:
+    """The expressions of which one is what an expression gives."""
+    match value:
+        case ast.IfExp(body=body, orelse=orelse):
+            parts = [body, orelse]
+        case ast.BoolOp(values=values):
+            parts = values
+        case ast.NamedExpr(value=inner):
+            parts = [inner]
+        case _:
+            return [value]
+    return [result for part in parts for result in _results(part)]
+
+
+def _spans(node: ast.expr) -> list[Span]:
+    """Where an expression stands: nowhere if it is none of the user's."""
+    end = getattr(node, "end_lineno", None), getattr(node, "end_col_offset", None)
+    if end[0] is None or end[1] is None:
+        return []
+    return [((node.lineno, node.col_offset), (end[0], end[1]))]
 
 
 def _stores(name: ast.Name) -> bool:
@@ -172,6 +213,10 @@ class _Flow:
                         bound = bound - {target.id}
                         self.names.binds[target.id] = None
                 return bound
+            case ast.Assert(test=test, msg=message):
+                # `python -O` leaves it out.
+                self.reads(message, self.reads(test, set(bound)))
+                return bound
             case _:
                 for child in ast.iter_child_nodes(node):
                     bound = self.reads(child, bound)
@@ -208,6 +253,12 @@ class _Flow:
             case ast.BoolOp(values=[first, *rest]):
                 bound = self.reads(first, bound)
                 inner = set(bound)
+                for value in rest:
+                    inner = self.reads(value, inner)
+                return bound
+            case ast.Compare(left=left, comparators=[right, *rest]):
+                bound = self.reads(right, self.reads(left, bound))
+                inner = set(bound)  # `a < b < c` looks at `c` only if the first is so
                 for value in rest:
                     inner = self.reads(value, inner)
                 return bound

@@ -60,6 +60,7 @@ class Places:
         self.sure = True
         self.locations: dict[tuple[str, str], Location] = {}
         self.nodes: dict[str, Node] = {}
+        self._stateful: dict[str, str | None] = {}
 
     def has(self, path: str) -> bool:
         """Whether there may be a module at a path."""
@@ -110,6 +111,19 @@ class Places:
                 raise LocationError(no_such(self.tree, path))
             found = self.nodes[path] = Node(self, path)
         return found
+
+    def stateful(self, path: str) -> str | None:
+        """The part of a module, or it itself, that keeps state of every request of the batch.
+
+        Such layers (attention, Mamba) find that state beside their arguments: by what the pass that
+        runs says of all its rows. They are told by the method with which vLLM asks each of them for
+        the form of its cache.
+        """
+        if path not in self._stateful:
+            parts = self.modules[path].named_modules(prefix=path)
+            found = (name for name, part in parts if hasattr(part, "get_kv_cache_spec"))
+            self._stateful[path] = next(found, None)
+        return self._stateful[path]
 
 
 def no_such(tree: ModelTree, path: str) -> str:
@@ -230,6 +244,15 @@ class Node:
         module = self._places.modules.get(self._path)
         if module is None:
             raise LocationError(f"{self._path} is not loaded here, so it cannot be called.")
+        stateful = self._places.stateful(self._path)
+        if stateful is not None:
+            raise LocationError(
+                f"{self._path or 'The model'} cannot be called in a block: {stateful} keeps keys "
+                "and values, or other state, of every request of the batch, and a call would write "
+                "over theirs. Ask for what it gives this request (`.output`), or for the "
+                "operations inside its forward (`.source`); call the modules in it that keep "
+                "nothing."
+            )
         from torch import Tensor
 
         from nnsight_core.values import map_tensors

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from nnsight_core.backend import Ended, Event, Finished, Invoke, Noted, Printed, Saved, Went
-from nnsight_core.errors import BlockError, EditErrorWarning
+from nnsight_core.errors import BlockError, EditErrorWarning, ProtocolError
 from nnsight_core.outputs import LateResult, RequestOutput
 from nnsight_core.shared import merge, put_into
 from nnsight_core.wire.tracebacks import FrameRecord, traceback_of
@@ -75,6 +75,8 @@ class Outcome:
         for name, value in event.saves.items():
             saves[name], new[name] = value, _copied(value)
         for name, added in event.more.items():
+            if name not in saves:
+                raise ProtocolError(f"It was said what {name!r} has grown by, but not what it is.")
             grown = saves[name]
             if isinstance(grown, list):
                 grown.extend(added)

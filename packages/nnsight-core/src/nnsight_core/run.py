@@ -36,7 +36,7 @@ from nnsight_core.past import RECENT, Past
 from nnsight_core.saves import Saves
 from nnsight_core.shared import offer
 from nnsight_core.traceback import traceback_to
-from nnsight_core.values import all_plain, flat, refilled
+from nnsight_core.values import all_plain, flat, map_tensors, refilled
 from nnsight_core.wall import behind_wall
 from nnsight_core.watchdog import WATCHDOG
 
@@ -134,7 +134,7 @@ class Run:
         self.interleaver: Interleaver | None = None
         self.waits_for: Location | None = None
         self._until = 0
-        self._past = Past(code.filename)
+        self._past = Past(code.filename, code.unseen)
         self._frame: FrameType | None = None
         self._line = code.line
         self._worker: _Worker | None = None
@@ -337,38 +337,62 @@ class Run:
         """Replace the value at a location by one of the same rows, width and dtype."""
         old = self.read(location)
         check_replacement(location, old, value)
-        self.value = refilled(old, value)
+        self.value = self._taken(location, refilled(old, value), old)
 
     def skip(self, path: str, entry: Location, output: Location, value: Any) -> None:
         """Replace what a module will give back by `value`, which may not depend on what it does."""
         self.read(entry)
         assert self.interleaver is not None
-        self.interleaver.skips.setdefault(output, []).append((self, all_plain(value)))
+        taken = self._taken(output, all_plain(value))
+        self.interleaver.skips.setdefault(output, []).append((self, taken))
         self.skipped.append(path + ".")
 
-    def save(self, value: Any, line: int | None = None) -> Any:
+    def _taken(self, location: Location, value: Any, old: Any = None) -> Any:
+        """What a location is set to, in tensors that the block has not got."""
+        if value is old or not self.code.snapshots:
+            return value
+        own = set(map(id, flat(old)))
+
+        def take(tensor: Tensor) -> Tensor:
+            if id(tensor) in own:
+                return tensor
+            self._past.give(location, tensor)
+            return tensor.clone()
+
+        return map_tensors(value, take)
+
+    def save(self, value: Any, place: tuple[int, int] | None = None) -> Any:
         """Mark a value to come home under the names that hold it when the block ends."""
-        self.saves.add(value, line or _line_of(self.code))
+        self.saves.add(value, place or self._place())
         return value
 
     def _save_method(self, value: Any) -> Any:
         own = getattr(type(value), "save", None)
         if own is not None and not isinstance(value, Tensor):
             return own(value)
-        return self.save(value, sys._getframe(1).f_lineno)
+        return self.save(value, self._place(sys._getframe(1)))
 
-    def keep(self, value: Any, line: int | None = None) -> Any:
+    def _place(self, frame: FrameType | None = None) -> tuple[int, int]:
+        """The line and column of the block that is executing, maybe in this frame."""
+        if frame is None or frame.f_code is not self.code.compiled:
+            frame = _frame_of(self.code)
+        if frame is None:
+            return self.code.line, 0
+        line, column = self.code.places[frame.f_lasti // 2]
+        return line or frame.f_lineno, column or 0
+
+    def keep(self, value: Any, place: tuple[int, int] | None = None) -> Any:
         """Leave a copy of a value on the engine, whose handle comes home as a saved value does."""
         if self.keeper is None:
             raise NotSupportedError("Nothing can be kept here: save the value instead.")
-        self.saves.add_kept(value, self.keeper.keep(value), line or _line_of(self.code))
+        self.saves.add_kept(value, self.keeper.keep(value), place or self._place())
         return value
 
     def _keep_method(self, value: Any) -> Any:
         own = getattr(type(value), "keep", None)
         if own is not None and not isinstance(value, Tensor):
             return own(value)
-        return self.keep(value, sys._getframe(1).f_lineno)
+        return self.keep(value, self._place(sys._getframe(1)))
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -468,8 +492,3 @@ def _frame_of(code: Code) -> FrameType | None:
     while frame is not None and frame.f_code is not code.compiled:
         frame = frame.f_back
     return frame
-
-
-def _line_of(code: Code) -> int:
-    frame = _frame_of(code)
-    return frame.f_lineno if frame else code.line

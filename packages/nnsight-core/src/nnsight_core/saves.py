@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 
 from nnsight_core.code import KEEP, SAVE, Code
@@ -12,6 +15,8 @@ from nnsight_core.kept import Kept
 from nnsight_core.values import flat, map_tensors, plain
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_COMMON = (*SCALARS, torch.dtype, torch.layout, torch.memory_format, type)
+"""Objects that names have in common which have nothing to do with each other."""
 
 
 class Saved:
@@ -20,16 +25,26 @@ class Saved:
     Of what `keep` was given, that state is on the engine, and `handle` stands for it.
     """
 
-    __slots__ = ("_versions", "_was", "handle", "line", "value")
+    __slots__ = ("_versions", "_was", "handle", "place", "value")
 
     def __init__(
-        self, value: Any, was: Any, line: int, counted: bool = False, handle: Kept | None = None
+        self,
+        value: Any,
+        was: Any,
+        place: tuple[int, int],
+        counted: bool = False,
+        handle: Kept | None = None,
     ) -> None:
         self.value = value
-        self.line = line
+        self.place = place
         self.handle = handle
         self._was = was
-        self._versions = _versions(value) if counted and was is not value else None
+        self._versions = _versions(value) if counted else None
+
+    @property
+    def line(self) -> int:
+        """The line of the block that saved it."""
+        return self.place[0]
 
     @property
     def was(self) -> Any:
@@ -52,26 +67,45 @@ class Saves:
         shared: the values saved above the invokes, by the names that hold them.
         clashes: the names under which values were both saved and kept, and so could not come home
             as both.
+        unclear: what was saved more than once, of which it cannot be told which of its states the
+            containers that hold it are to have.
     """
 
     def __init__(self, code: Code) -> None:
         self.made: dict[int, list[Saved]] = {}
         self.shared: dict[str, Any] = {}
         self.clashes: list[str] = []
+        self.unclear: list[Saved] = []
         self._code = code
+        self._within: dict[int, dict[int, Saved]] = {}
 
-    def add(self, value: Any, line: int) -> None:
-        """Keep a value, and its state if it may change later in the block."""
+    def add(self, value: Any, place: tuple[int, int]) -> None:
+        """Keep a value, and its state if it may change later in the block.
+
+        Args:
+            place: the line and column of the block that saves it.
+        """
+        if self._code.snapshots and isinstance(value, list | dict):
+            # The container is saved with all that it will hold, what it holds by now as it is.
+            self._within[id(value)] = {
+                id(part): self._state(part, place)
+                for part in _parts(value)
+                if isinstance(part, _CHANGING)
+            }
+        self.made.setdefault(id(value), []).append(self._state(value, place))
+
+    def _state(self, value: Any, place: tuple[int, int]) -> Saved:
         was = value
         if self._code.snapshots and isinstance(value, Tensor | tuple):
             made: dict[int, Tensor] = {}
             was = map_tensors(value, lambda t: made.setdefault(id(t), t.clone()))
-        saved = Saved(value, was, line, not self._code.unseen)
-        self.made.setdefault(id(value), []).append(saved)
+        elif isinstance(value, numpy.ndarray):
+            was = value.copy()
+        return Saved(value, was, place, not self._code.unseen and was is not value)
 
-    def add_kept(self, value: Any, handle: Kept, line: int) -> None:
+    def add_kept(self, value: Any, handle: Kept, place: tuple[int, int]) -> None:
         """Note that a value stays on the engine, and what stands for it."""
-        self.made.setdefault(id(value), []).append(Saved(value, handle, line, handle=handle))
+        self.made.setdefault(id(value), []).append(Saved(value, handle, place, handle=handle))
 
     def values(self) -> list[Any]:
         """What may come home, as far as it is known before the block's names are looked at."""
@@ -99,11 +133,11 @@ class Saves:
                 continue
             # Small numbers and texts are shared between unrelated names, so there the name counts.
             lines = self._code.names.saved.get(name)
-            if isinstance(value, SCALARS) and lines is None:
+            if isinstance(value, _COMMON) and lines is None:
                 continue
             # Of an object that was saved again after it had changed, a name gets its own state.
-            mine = [s for s in saved if lines is not None and s.line in lines]
-            mine = mine or saved
+            spans = self._code.names.spans.get(name, ()) if len(saved) > 1 else ()
+            mine = [s for s in saved if any(a <= s.place < b for a, b in spans)] or saved
             # What is both comes home as the value, which can be used anywhere; but what a function
             # given as `fn=` gives back is saved without its asking.
             asked = not name.startswith("__nnsight")
@@ -117,17 +151,42 @@ class Saves:
         lost = [s[-1] for key, s in self.made.items() if s and key not in seen]
         named = set(map(id, states.values()))
         kept = [s for made in self.made.values() for s in made if s.handle is not None]
-        if not lost and not kept:
+        if not lost and not kept and not self._within:
             return found, lost
         self._unpack(found, lost, scope, parts_of)
         held = {id(part) for home in homes for part in _parts(home)}
-        inside = {id(s.value): s.was for s in kept if id(s) not in named and id(s.value) in held}
-        if inside:
-            made: dict[int, Any] = {}
-            for name, value in found.items():
-                origin = states[name].value if name in states else value
-                found[name] = _with_handles(origin, value, inside, made)
+        handles = {id(s.value): s.was for s in kept if id(s) not in named and id(s.value) in held}
+        changed = self._changed(homes) if held else {}
+        for name, value in found.items():
+            origin = states[name].value if name in states else value
+            within = self._within.get(id(origin), {})
+            if handles or changed or within:
+                stands = _Stands(handles, changed, within)
+                found[name] = stands.put(origin, value)
         return found, [s for s in lost if id(s.value) not in held]
+
+    def _changed(self, homes: list[Any]) -> dict[int, list[Any]]:
+        """Of parts of saved containers that were saved and have changed since, their states."""
+        if not (self._code.snapshots or self._code.unseen):
+            return {}
+        found: dict[int, list[Any]] = {}
+        counts = [Counter(map(id, _parts(home))) for home in homes]
+        for key in {key for count in counts for key in count} & self.made.keys():
+            saved = [s for s in self.made[key] if s.handle is None]
+            if all(s.was is s.value for s in saved):
+                continue
+            # What a name was given is that name's.
+            saved = [s for s in saved if not self._named(s)]
+            times = [count[key] for count in counts if key in count]
+            if times == [len(saved)]:
+                found[key] = [s.was for s in saved]
+            elif saved:
+                self.unclear += saved[-1:]
+        return found
+
+    def _named(self, saved: Saved) -> bool:
+        spans = self._code.names.spans.values()
+        return any(saved.place == begin for of_name in spans for begin, _ in of_name)
 
     def _clash(self, scope: dict[str, Any], states: dict[str, Saved]) -> None:
         """Note the names whose values were kept as well, where no name holds the handle."""
@@ -153,7 +212,7 @@ class Saves:
                 name: parts[id(value)]
                 for name, value in scope.items()
                 if id(value) in parts
-                and (name in self._code.names.saved or not isinstance(value, SCALARS))
+                and (name in self._code.names.saved or not isinstance(value, _COMMON))
             }
             if names:
                 was = saved.was
@@ -164,33 +223,58 @@ class Saves:
                 lost.remove(saved)
 
 
-def _with_handles(value: Any, state: Any, handles: dict[int, Any], made: dict[int, Any]) -> Any:
-    """A saved state in which handles stand for the parts that were kept.
+class _Stands:
+    """What stands for parts of one saved container.
 
     Args:
-        value: what was saved, whose parts are those that `handles` knows.
-        made: what has become of containers, so that one in two places stays one.
+        handles: for what was kept, by the id of the part.
+        states: for what was saved and has changed since, once for each time that it was saved.
+        within: for what it held already when it was saved itself.
     """
-    kind = type(value)
-    if kind is not type(state) or kind not in (list, tuple, dict):
-        return state
-    if id(state) in made:
-        return made[id(state)]
-    if kind is tuple:
-        pairs = zip(value, state, strict=True)
-        new: Any = tuple([_part(a, b, handles, made) for a, b in pairs])
-        return made.setdefault(id(state), new)
-    new = made[id(state)] = kind()
-    if kind is list:
-        new += [_part(a, b, handles, made) for a, b in zip(value, state, strict=True)]
-    else:
-        new |= {key: _part(value[key], part, handles, made) for key, part in state.items()}
-    return new
+
+    def __init__(
+        self, handles: dict[int, Any], states: dict[int, list[Any]], within: dict[int, Saved]
+    ) -> None:
+        self._handles = handles
+        self._states = {key: iter(each) for key, each in states.items()}
+        self._within = dict(within)
+        # What has become of containers, so that one in two places stays one.
+        self._made: dict[int, Any] = {}
+
+    def put(self, value: Any, state: Any) -> Any:
+        """A saved state with what stands for its parts.
+
+        Args:
+            value: what was saved, whose parts are those that are known.
+        """
+        kind = type(value)
+        if kind is not type(state) or kind not in (list, tuple, dict):
+            return state
+        if id(state) in self._made:
+            return self._made[id(state)]
+        if kind is tuple:
+            parts = [self._part(a, b) for a, b in zip(value, state, strict=True)]
+            return self._made.setdefault(id(state), tuple(parts))
+        new: Any = kind()
+        self._made[id(state)] = new
+        if kind is list:
+            new += [self._part(a, b) for a, b in zip(value, state, strict=True)]
+        else:
+            new |= {key: self._part(value[key], part) for key, part in state.items()}
+        return new
+
+    def _part(self, value: Any, state: Any) -> Any:
+        if id(value) in self._handles:
+            return self._handles[id(value)]
+        # A tuple holds what it held when it was saved.
+        if state is value and id(value) in self._states:
+            return next(self._states[id(value)])
+        if state is value and id(value) in self._within:
+            return self._within.pop(id(value)).was
+        return self.put(value, state)
 
 
-def _part(value: Any, state: Any, handles: dict[int, Any], made: dict[int, Any]) -> Any:
-    handle = handles.get(id(value))
-    return _with_handles(value, state, handles, made) if handle is None else handle
+_CHANGING = (Tensor, numpy.ndarray)
 
 
 def _parts(value: Any) -> list[Any]:

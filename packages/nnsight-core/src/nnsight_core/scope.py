@@ -24,6 +24,11 @@ _UNBOUND_KEPT = (
     "home and it is let go. Bind it: `name = value.keep()`. In a loop, append values to a list and "
     "save the list."
 )
+_UNCLEAR = (
+    "{place}: what was saved here has changed since, and containers that come home hold it more or "
+    "less often than it was saved, so that it cannot be told what they are to hold. Save a clone "
+    "for each: `x.clone().save()`."
+)
 _CLASH = (
     "{place}: {name!r} was both saved and kept, and one name cannot hold the value and its handle. "
     "Bind them to two names: `here = x.save()`, `there = x.keep()`."
@@ -111,6 +116,9 @@ def ended(run: Run, invoke: int, sequence: int = 0) -> Ended:
         error = NotSupportedError(_CLASH.format(place=f"{filename}:{line}", name=name))
         run.error = error
         saves = {n: value for n, value in saves.items() if not handles_in(value)}
+    if error is None and run.saves.unclear:
+        place = f"{filename}:{run.saves.unclear[0].line}"
+        error = run.error = NotSupportedError(_UNCLEAR.format(place=place))
     if error is not None:
         show_user_lines(error, run.code.compiled)
     return Ended(invoke, sequence, saves, value=value, error=error, warnings=notes)

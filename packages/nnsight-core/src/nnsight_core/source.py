@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
+from nnsight_core.edited import asserted, difference
 from nnsight_core.parsing import parse
 
 _CALL, _BIND = "__nnsight_call__", "__nnsight_bind__"
+_BY_DYNAMO = ("__compiled_fn", "__resume_at", "__import_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +77,64 @@ def _function(forward: Any) -> FunctionType | None:
 def _probe(code: CodeType) -> _Probed | None:
     try:
         lines, first = inspect.getsourcelines(code)
-        tree = parse(textwrap.dedent("".join(lines)), code.co_filename)
+        text = "".join(lines)
+        # What is indented stays so, which texts over several lines are part of.
+        inner = text[:1] in (" ", "\t")
+        tree = parse(("if 1:\n" if inner else "") + text, code.co_filename)
     except (OSError, TypeError, SyntaxError):
         return None
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or len(tree.body) != 1:
+    body = tree.body[0].body if inner else tree.body
+    function = body[0]
+    if not isinstance(function, ast.FunctionDef) or len(body) != 1:
+        return None
+    if function.name != code.co_name:
         return None
     function.decorator_list = []
-    ast.increment_lineno(tree, first - 1)
+    ast.increment_lineno(tree, first - (2 if inner else 1))
+    plain = _compiled(function, code)
+    if plain is None or _was_edited(code, plain, function):
+        return None
     probes = _Probes()
     function.body = [probes.visit(statement) for statement in function.body]
+    new = _compiled(function, code)
+    if new is None:
+        return None
+    if new.co_argcount != code.co_argcount or new.co_varnames[0:1] != code.co_varnames[0:1]:
+        return None
+    return _Probed(tuple(probes.names), new)
+
+
+def _compiled(function: ast.FunctionDef, code: CodeType) -> CodeType | None:
+    """A function's code, made from its text where `code` was: in a class of the same name."""
     # The probes and whatever the function closes over become free names of the new code.
     free = [_CALL, _BIND, *code.co_freevars]
     outer = parse(f"def outer({', '.join(dict.fromkeys(free))}): pass")
     wrapper = outer.body[0]
     assert isinstance(wrapper, ast.FunctionDef)
+    around = code.co_qualname.split(".")[-2:-1]
+    names = ["outer", code.co_name]
     wrapper.body = [function]
+    if around not in ([], ["<locals>"]):
+        # Private names (`self.__scale`) are those of the class.
+        holder = ast.ClassDef(around[0], [], [], [], [])
+        holder.body, wrapper.body = [function], [holder]
+        names.insert(1, around[0])
     ast.fix_missing_locations(outer)
     try:
-        compiled = compile(outer, code.co_filename, "exec", dont_inherit=True)
+        found = compile(outer, code.co_filename, "exec", dont_inherit=True)
     except SyntaxError:
         return None
-    new = _inner(_inner(compiled, "outer"), code.co_name)
-    if new.co_argcount != code.co_argcount or new.co_varnames[0:1] != code.co_varnames[0:1]:
-        return None
-    return _Probed(tuple(probes.names), new)
+    for name in names:
+        found = _inner(found, name)
+    return found
+
+
+def _was_edited(running: CodeType, told: CodeType, function: ast.FunctionDef) -> bool:
+    if any(name.startswith(_BY_DYNAMO) for name in running.co_names):
+        return False  # the code of the moment; the text is what it was made from
+    last = function.end_lineno or function.lineno
+    lines = set(range(function.body[0].lineno, last + 1)) - asserted(ast.walk(function))
+    return difference(running, told, lines, exact=False) is not None
 
 
 def _inner(code: CodeType, name: str) -> CodeType:

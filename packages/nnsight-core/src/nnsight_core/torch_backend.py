@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nnsight_core.backend import Ended, Event, Finished, Invoke
 from nnsight_core.effects import effects_of
-from nnsight_core.errors import KeptError
+from nnsight_core.errors import NNsightError
 from nnsight_core.interleaver import Interleaver
 from nnsight_core.keeps import Keeper, Keeps
 from nnsight_core.kept import KeptValues, handles_in, with_handles
@@ -87,8 +87,8 @@ class TorchBackend:
             output, error = None, None
             try:
                 run = self._start(invoke, index)
-            except KeptError as gone:
-                yield Finished(index, None, gone)
+            except NNsightError as refused:
+                yield Finished(index, None, refused)
                 continue
             try:
                 output = self._run(invoke, run)
@@ -159,10 +159,15 @@ class TorchBackend:
     def _ended(self, run: Run, index: int) -> Ended:
         assert run.keeper is not None
         run.error = run.error or run.keeper.check()
-        event = _compact(ended(run, index))
+        event = _apart(ended(run, index), self._memory())
         run.keeper.settle(handle.id for handle in handles_in([event.saves, event.value]))
         self.kept.adopt(event.saves, event.value)
         return event
+
+    def _memory(self) -> set[int]:
+        """Where the model's own tensors lie, and those that are kept."""
+        own = [*self.module.parameters(), *self.module.buffers(), *self.keeps.tensors()]
+        return {tensor.untyped_storage().data_ptr() for tensor in own}
 
     def _run(self, invoke: Invoke, run: Run | None) -> RequestOutput | None:
         arguments = invoke.prompt if isinstance(invoke.prompt, tuple) else (invoke.prompt,)
@@ -181,19 +186,27 @@ class TorchBackend:
         return None
 
 
-def _compact(event: Ended) -> Ended:
-    """The event with saved views in memory of their own, not in that of what they look into."""
+def _apart(event: Ended, memory: set[int]) -> Ended:
+    """The event with saved tensors in memory of their own: no larger, and nobody else's.
+
+    Args:
+        memory: where what others use lies.
+    """
     made: dict[int, Any] = {}
 
+    def shared(tensor: Tensor) -> bool:
+        held = tensor.untyped_storage()
+        larger = tensor._is_view() and held.nbytes() > tensor.numel() * tensor.element_size()
+        return larger or held.data_ptr() in memory
+
     def own(tensor: Tensor) -> Tensor:
-        size = tensor.numel() * tensor.element_size()
-        if not tensor._is_view() or tensor.untyped_storage().nbytes() <= size:
+        if not shared(tensor):
             return tensor
-        return made.setdefault(id(tensor), tensor.clone())
+        return made.setdefault(id(tensor), tensor.detach().clone())
 
     for name, value in event.saves.items():
         # What needs no change stays the very object, so that one under two names stays one.
-        if any(tensor._is_view() and own(tensor) is not tensor for tensor in flat(value)):
+        if any(map(shared, flat(value))):
             event.saves[name] = made.setdefault(id(value), map_tensors(value, own))
     return event
 

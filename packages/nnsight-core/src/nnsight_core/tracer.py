@@ -22,7 +22,6 @@ from nnsight_core.node import Node
 from nnsight_core.outcome import (
     Outcome,
     by_name,
-    may_save,
     one_error,
     one_or_all,
     put_together,
@@ -33,6 +32,7 @@ from nnsight_core.progress import Bar
 from nnsight_core.prompts import NO_PROMPT
 from nnsight_core.sampling import merge
 from nnsight_core.shared import close_shared, open_shared
+from nnsight_core.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from nnsight_core.model import Model
@@ -94,6 +94,7 @@ class Tracer(Captured):
         self._frames: list[FrameType] = []
         self._open = False
         self._shared: list[Any] = []
+        self._snapshots = Snapshots()
         self._bar: Bar | None = None
         self.saves: dict[str, Any] = {}
         self.outputs: list[RequestOutput | None] = []
@@ -199,12 +200,22 @@ class Tracer(Captured):
         self._invokes.append(invoke)
         self._frames.append(frame)
 
+    def _add_now(self, invoke: Invoke, frame: FrameType) -> None:
+        """Add an invoke with what it names and is given as that is now."""
+        assert invoke.block is not None
+        names = invoke.block.names
+        values = [invoke.prompt, invoke.sampling, *names.values()]
+        invoke.prompt, invoke.sampling, *held = self._snapshots.take(values, self._shared)
+        invoke.block.names = dict(zip(names, held, strict=True))
+        self._add(invoke, frame)
+
     def _forget(self) -> None:
         # A frame that is held keeps everything in it alive.
         self._frames = []
         self._frame = self._block = None
         self._invokes = []
         self._shared = []
+        self._snapshots = Snapshots()
 
     def _run(self) -> Exception | None:
         """Run the invokes, and bind what comes home; gives the error to be raised after that.
@@ -270,7 +281,7 @@ class InvokeContext(Captured):
         assert self._frame is not None and self._block is not None
         bind_target(self._frame, self._block.target, self)
         invoke = Invoke(self._prompt, self._sampling, self._block, edits=self._edits)
-        self._tracer._add(invoke, self._frame)
+        self._tracer._add_now(invoke, self._frame)
         self._frame = self._block = None
         return True
 
@@ -296,11 +307,7 @@ def _bring_home(
     shared = put_together(invokes, outcomes)
     trace.saves = {**by_name(invokes, outcomes), **shared}
     trace.value = one_or_all([o.value() for o in outcomes])
-    for name, value in trace.saves.items():
-        for place, invoke in zip(frames or [frame] * len(invokes), invokes, strict=False):
-            if place is not None and may_save(invoke, name):
-                push(place, {name: value})
-                break
+    _bind(trace.saves, frames or [frame] * len(invokes), outcomes)
     for outcome in outcomes:
         outcome.show()
     errors = [e for outcome in outcomes for e in outcome.errors]
@@ -309,6 +316,34 @@ def _bring_home(
             failure.arrived = dict(trace.saves)
         raise failure
     return one_error(errors, len(invokes))
+
+
+def _bind(saves: dict[str, Any], frames: list[Any], outcomes: list[Outcome]) -> None:
+    """Bind what has come home in every frame where a block was to save it."""
+    places: dict[int, tuple[FrameType, dict[str, Any]]] = {}
+    for place, outcome in zip(frames, outcomes, strict=False):
+        if place is None:
+            continue
+        _, values = places.setdefault(id(place), (place, {}))
+        for name, value in saves.items():
+            if name not in values and _was_to_save(outcome, name):
+                values[name] = value
+    for place, values in places.values():
+        push(place, values)
+
+
+def _was_to_save(outcome: Outcome, name: str) -> bool:
+    """Whether the name is one that the block itself binds or saves, or has saved all the same.
+
+    A name that the block only reads is left alone in its frame.
+    """
+    block = outcome.invoke.block
+    if block is None:
+        return False
+    names = block.code.names
+    if name in names.binds or name in names.saved or name in block.shared:
+        return True
+    return any(name in ended.saves for ended in outcome.sequences.values())
 
 
 def _home_of(trace: weakref.ref[Tracer]) -> Home:

@@ -28,9 +28,47 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def replaced(value: Any, new: dict[int, Tensor]) -> Any:
+    """The structure with other tensors in it, by their place among those of `flat`.
+
+    What holds none of them stays the very object, since others may fill it or look into it.
+
+    Raises:
+        ValueError: one of them lies in a list, or in a dict within the structure.
+    """
+    first = 0
+
+    def put(part: Any, depth: int) -> Any:
+        nonlocal first
+        held = len(flat(part))
+        if new.keys().isdisjoint(range(first, first + held)):
+            first += held
+            return part
+        if isinstance(part, Tensor):
+            first += 1
+            return new[first - 1]
+        if isinstance(part, tuple):
+            parts = [put(inner, depth + 1) for inner in part]
+            kind = type(part)
+            return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+        if isinstance(part, dict) and depth < 2:
+            parts = {key: put(inner, depth + 1) for key, inner in part.items()}
+            return parts if type(part) is dict else type(part)(**parts)
+        raise ValueError(type(part).__name__)
+
+    return put(value, 0)
+
+
 def of_model(tensor: Tensor) -> bool:
     """Whether a tensor lies in the model's own parameters, which a write must not change."""
     return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+
+
+def same(here: Tensor, there: Tensor) -> bool:
+    """Whether two tensors of one shape hold the same, not being a number included."""
+    if torch.equal(here, there):
+        return True
+    return bool(((here == there) | ((here != here) & (there != there))).all())
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -14,10 +14,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from nnsight_core.checks import check_kept
 from nnsight_core.errors import WriteError
 from nnsight_core.locations import Location
 from nnsight_core.run import Run
-from nnsight_core.values import dtype_name, flat, map_tensors, of_model, plain
+from nnsight_core.values import (
+    dtype_name,
+    flat,
+    leaves,
+    map_tensors,
+    of_model,
+    plain,
+    replaced,
+    same,
+)
 
 
 class Rows(Protocol):
@@ -66,23 +76,30 @@ class Visit:
         value: the value with a private copy in place of each tensor.
     """
 
-    __slots__ = ("copies", "location", "rows", "run", "value")
+    __slots__ = ("_firm", "_made", "copies", "location", "rows", "run", "value")
 
     def __init__(self, rows: Rows, run: Run, location: Location, value: Any) -> None:
         self.rows = rows
         self.run = run
         self.location = location
         self.copies: list[Copy] = []
+        self._made: dict[int, Copy] = {}
         self.value = map_tensors(value, self._copy)
+        self._firm = None if type(value) is Tensor else list(leaves(self.value))
 
     def _copy(self, tensor: Tensor) -> Tensor:
+        before = self._made.get(id(tensor))
+        if before is not None:
+            self.copies.append(before)
+            return before.private
         own = self.rows.view(self.run, self.location, len(self.copies), tensor)
         private = tensor if own is None else own
         # `data`: a view would share its count of versions with the views of other requests.
         private = private.data if self.rows.private else private.clone()
         if own is not None:
             private = self.rows.whole(self.run, self.location, len(self.copies), private)
-        self.copies.append(Copy(own, private, private._version))
+        self._made[id(tensor)] = copy = Copy(own, private, private._version)
+        self.copies.append(copy)
         return private
 
     def written(self, given: Any) -> dict[int, Tensor]:
@@ -95,6 +112,8 @@ class Visit:
             copy = self.copies[0]
             if given._version == copy.version and not self._unseen(copy):
                 return _UNCHANGED
+        if self._firm is not None and given is self.value:
+            check_kept(self.location, self._firm, given)
         # A list or a dict that was served may have got other tensors, so it is looked at again.
         new = [plain(tensor) for tensor in flat(given)]
         if len(new) != len(self.copies):
@@ -128,7 +147,7 @@ class Visit:
         """Whether a copy was written in a way that PyTorch does not count."""
         if not self.run.code.unseen or copy.rows is None:
             return False
-        return not torch.equal(copy.private, copy.rows)
+        return not same(copy.private, copy.rows)
 
     def of_model(self, changed: dict[int, Tensor]) -> bool:
         """Whether a tensor that was written lies in the model's own parameters."""
@@ -143,20 +162,26 @@ class Visit:
             own.copy_(now)
 
     def put_into_copy(self, value: Any, changed: dict[int, Tensor]) -> Any:
-        """The value with changed copies of the tensors that were written."""
-        position = iter(range(len(self.copies)))
+        """The value with changed copies of the tensors that were written.
 
-        def change(tensor: Tensor) -> Tensor:
-            index = next(position)
-            if index not in changed:
-                return tensor
-            whole = tensor.clone()
+        Raises:
+            WriteError: one of them lies in a container that others may hold as well.
+        """
+        tensors = flat(value)
+        new: dict[int, Tensor] = {}
+        for index, now in changed.items():
+            new[index] = whole = tensors[index].clone()
             own = self.rows.view(self.run, self.location, index, whole)
             assert own is not None
-            own.copy_(changed[index])
-            return whole
-
-        return map_tensors(value, change)
+            own.copy_(now)
+        try:
+            return replaced(value, new)
+        except ValueError as error:
+            raise WriteError(
+                f"{self.location} was written within a {error}, which others may hold as well, so "
+                "that it cannot be replaced for this module alone. Write where the tensor comes "
+                "from: to the output of the module that makes it."
+            ) from None
 
 
 class Look:
@@ -166,19 +191,21 @@ class Look:
         value: made for this run alone, of tensors whose versions are counted from 0.
     """
 
-    __slots__ = ("_firm", "location", "tensors", "value")
+    __slots__ = ("_leaves", "location", "tensors", "value")
 
     def __init__(self, location: Location, value: Any) -> None:
         self.location = location
         self.value = value
         kind = type(value)
         self.tensors: Sequence[Tensor]
+        # A list or a dict may get other parts.
+        self._leaves = None
         if kind is Tensor:
-            self.tensors, self._firm = (value,), True
+            self.tensors = (value,)
         elif kind is tuple and set(map(type, value)) == _TENSORS:
-            self.tensors, self._firm = value, True
+            self.tensors = value
         else:
-            self.tensors, self._firm = flat(value), False
+            self.tensors, self._leaves = flat(value), list(leaves(value))
 
     def left(self, given: Any) -> bool:
         """Whether the run has left it as it was."""
@@ -187,8 +214,10 @@ class Look:
         for tensor in self.tensors:
             if tensor._version:
                 return False
-        # A list or a dict may have got other tensors.
-        return self._firm or list(map(id, flat(given))) == list(map(id, self.tensors))
+        if self._leaves is None:
+            return True
+        now = leaves(given)
+        return [(at, id(leaf)) for at, leaf in now] == [(at, id(leaf)) for at, leaf in self._leaves]
 
 
 _TENSORS = {Tensor}

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from time import perf_counter
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -19,6 +20,7 @@ from nnsight_serve.limits import Limits
 from nnsight_serve.logs import log_request
 from nnsight_serve.metrics import Metrics
 from nnsight_serve.refusals import Refused, answer
+from nnsight_serve.steps import Steps
 
 ID = "X-Request-Id"
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -61,6 +63,8 @@ class Account:
         self.error: str | None = None
         self.over = False
         self.body = Body(bodies)
+        self._closed = False
+        self._steps = Steps()
         self._worst = "ok"
         self._began = perf_counter()
         self._limits = limits
@@ -96,6 +100,8 @@ class Account:
         if self.requests:
             self._limits.leave(self.caller, self.requests)
         self._metrics.closed(self)
+        self._metrics.ran(0.0, self._steps.new())
+        self._closed = True
         log_request(self)
 
     async def watch(self, frames: AsyncGenerator[Frame, None]) -> AsyncGenerator[Frame, None]:
@@ -104,6 +110,13 @@ class Account:
             async for frame in frames:
                 self._note(frame)
                 yield frame
+
+    def ran(self, header: dict[str, Any]) -> None:
+        """A block has ended that ran in one of its requests of the engine."""
+        self._steps.take(header)
+        # That of an edit may end a little after the answer to a request that does not wait for it.
+        steps = self._steps.new() if self._closed else {}
+        self._metrics.ran(header.get("seconds", 0.0), steps)
 
     def failed(self, name: str, message: str, outcome: str = "refused") -> None:
         """An error is told to the client."""
@@ -116,9 +129,11 @@ class Account:
         header = frame.header
         kind, error = header["kind"], header.get("error")
         if kind in ("ended", "saved"):
-            saved = sum(frame.sizes)
+            saved = sum(frame.sizes) + _size([header.get("saves", {}), header.get("more", {})])
             self.saved += saved
-            self._metrics.block(saved, header.get("seconds", 0.0), header.get("ways") or {})
+            self._metrics.saved(saved)
+        if kind == "ended":
+            self.ran(header)
         elif kind == "finished" and header.get("output"):
             self.tokens += sum(len(part["token_ids"]) for part in header["output"]["outputs"])
         if error:
@@ -127,6 +142,24 @@ class Account:
             self.failed(error["name"], error["message"], worst)
 
 
+def _size(forms: Any) -> int:
+    """How much typed values hold beside buffers: eight bytes a number, one a character."""
+    size, left = 0, [forms]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            parts = [value.get("k"), value.get("v")] if "$" in value else [*value.values()]
+            left += [part for part in parts if part is not None]
+        elif not isinstance(value, list):
+            size += len(value) if isinstance(value, str) else 8
+        elif _NUMBERS.issuperset(map(type, value)):
+            size += 8 * len(value)  # there may be millions
+        else:
+            left += value
+    return size
+
+
+_NUMBERS = {int, float, bool}
 _ORDER = ("ok", "refused", "block_error", "engine")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nnsight_core.wire.frames import Frame
 from nnsight_vllm_worker.requests import handles_of
@@ -34,7 +34,13 @@ class Handles:
 
     def of(self, caller: str, ids: Iterable[str]) -> list[str]:
         """Which of some handles are a caller's."""
-        return [id for id in ids if id in self._of and self._of[id][0] == caller]
+        # Traces are read in threads, so that an id may leave between two looks.
+        found = [(id, self._of.get(id)) for id in ids]
+        return [id for id, held in found if held is not None and held[0] == caller]
+
+    def owned_by(self, caller: str) -> Callable[[str], bool]:
+        """Says whether a handle is a caller's."""
+        return lambda id: bool(self.of(caller, [id]))
 
     def freed(self, ids: Iterable[str]) -> None:
         """Handles that stand for nothing any more."""

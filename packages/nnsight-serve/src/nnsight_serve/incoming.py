@@ -6,6 +6,7 @@ holds is code, and this process runs none of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +63,23 @@ class Install:
     blobs: dict[str, Buffer]
 
 
-def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
+Owns = Callable[[str], bool]
+"""Whether a kept value, by its id, is the caller's."""
+_NOTHING = ""
+"""The id of no kept value."""
+
+
+def trace_of(
+    frame: Frame,
+    policy: Policy = TRUSTED,
+    fit: Callable[[int], None] = lambda _: None,
+    owns: Owns = lambda _: True,
+) -> Trace:
     """The trace that a client's frame asks for.
+
+    Args:
+        fit: refuses a number of invokes that is never taken at once, before anything is made of
+            them.
 
     Raises:
         PolicyError: the policy does not allow one of its blocks.
@@ -73,12 +89,19 @@ def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
     message = expect(frame, TraceMessage)
     if not message.invokes:
         raise ProtocolError("The trace has no invokes.")
+    fit(len(message.invokes))
+    if len(message.blocks) > len(message.invokes):
+        raise ProtocolError(
+            f"The trace has {len(message.blocks)} blocks for {len(message.invokes)} invokes, of "
+            "which each names one at most."
+        )
     for data in message.blocks:
         policy.check(data)
     for invoke in message.invokes:
         policy.check_sampling(invoke.sampling)
     blobs = _blobs(message.blobs, frame)
-    blocks = [_carried(data, frame) for data in message.blocks]
+    buffers = _Buffers(frame)
+    blocks = [_carried(data, buffers, owns) for data in message.blocks]
     needs = [digest for block in blocks for digest in block.blobs]
     about = {"zstd": message.zstd, "freed": message.freed, "tells": message.tells}
     trace = Trace(needs=needs, blobs=blobs, **about)
@@ -87,7 +110,7 @@ def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
             raise ProtocolError(f"Invoke {index} names block {invoke.block} of {len(blocks)}.")
         block = None if invoke.block is None else blocks[invoke.block]
         try:
-            request = _request(invoke, block, frame)
+            request = _request(invoke, block, buffers)
         except (ProtocolError, TypeError):
             raise
         except Exception as error:
@@ -100,7 +123,7 @@ def trace_of(frame: Frame, policy: Policy = TRUSTED) -> Trace:
     return trace
 
 
-def install_of(frame: Frame, policy: Policy = TRUSTED) -> Install:
+def install_of(frame: Frame, policy: Policy = TRUSTED, owns: Owns = lambda _: True) -> Install:
     """The edit that a client's frame asks for.
 
     Raises:
@@ -110,32 +133,56 @@ def install_of(frame: Frame, policy: Policy = TRUSTED) -> Install:
     message = expect(frame, InstallMessage)
     policy.check(message.block)
     spec = EditSpec(Invoke(None), message.name, message.share, message.ttl)
-    carried = _carried(message.block, frame)
+    carried = _carried(message.block, _Buffers(frame), owns)
     needs = list(carried.blobs)
     return Install(spec, carried, message.owner, needs, _blobs(message.blobs, frame))
 
 
-def _carried(data: BlockData, frame: Frame) -> Carried:
+class _Buffers:
+    """The buffers of a frame, each of which belongs to one block or value.
+
+    Else a few bytes would have one copied as often as it is named.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._taken: set[int] = set()
+
+    def of(self, forms: Any) -> list[Buffer]:
+        """Those that some typed values name, which from now on name them by their places in it.
+
+        Raises:
+            ProtocolError: another block or value has named one.
+        """
+        places: dict[int, int] = {}
+        for form in tagged(forms):
+            if "b" in form:
+                form["b"] = places.setdefault(_index(form["b"], self._frame), len(places))
+        for index in self._taken & places.keys():
+            raise ProtocolError(f"Buffer {index} is named by two blocks or values; send it twice.")
+        self._taken |= places.keys()
+        return [self._frame.buffers[index] for index in places]
+
+
+def _carried(data: BlockData, buffers: _Buffers, owns: Owns) -> Carried:
     """A block with what it needs of the frame that it came in."""
     contents: dict[str, None] = {}
-    used: set[int] = set()
     for form in tagged(data.names):
         if "h" in form:
-            contents[_content(form["h"])] = None
-        elif "b" in form:
-            used.add(_index(form["b"], frame))
-    # Indices stay what they are, and the buffers of other blocks stay behind.
-    buffers = [b if i in used else b"" for i, b in enumerate(frame.buffers)]
-    return Carried.of(data, buffers, contents)
+            contents[_text(form["h"], "content")] = None
+        if form["$"] == "kept" and not owns(_text(form.get("id"), "kept value")):
+            # What the engine says of it is then what it says of a value that is gone.
+            form["name"], form["id"] = form.get("name") or form["id"], _NOTHING
+    return Carried.of(data, buffers.of(data.names), contents)
 
 
-def _request(invoke: InvokeData, block: Carried | None, frame: Frame) -> Request:
-    prompt = _said(invoke.prompt, frame)
-    sampling = {name: _said(value, frame) for name, value in invoke.sampling.items()}
+def _request(invoke: InvokeData, block: Carried | None, buffers: _Buffers) -> Request:
+    prompt = _said(invoke.prompt, buffers)
+    sampling = {name: _said(value, buffers) for name, value in invoke.sampling.items()}
     return request_of(prompt, sampling, block, invoke.edits)
 
 
-def _said(form: Any, frame: Frame) -> Any:
+def _said(form: Any, buffers: _Buffers) -> Any:
     """A prompt or a sampling argument, which is no longer than what came.
 
     Raises:
@@ -146,7 +193,7 @@ def _said(form: Any, frame: Frame) -> Any:
             raise ProtocolError(
                 "A prompt or sampling argument holds a range, or one list twice. Send the numbers."
             )
-    return Decoder(frame.buffers).decode(form)
+    return Decoder(buffers.of(form)).decode(form)
 
 
 def _blobs(named: dict[str, int], frame: Frame) -> dict[str, Buffer]:
@@ -163,10 +210,10 @@ def _blobs(named: dict[str, int], frame: Frame) -> dict[str, Buffer]:
     return blobs
 
 
-def _content(digest: Any) -> str:
-    if not isinstance(digest, str):
-        raise ProtocolError(f"A content is named by a text, not by {str(digest)[:40]!r}.")
-    return digest
+def _text(name: Any, what: str) -> str:
+    if not isinstance(name, str):
+        raise ProtocolError(f"A {what} is named by a text, not by {str(name)[:40]!r}.")
+    return name
 
 
 def _index(value: Any, frame: Frame) -> int:

@@ -41,19 +41,27 @@ class Limits:
         """How many requests have been taken and are not over."""
         return self._running.total()
 
+    def fit(self, requests: int) -> None:
+        """Refuse requests that could not be taken together whenever they came.
+
+        Raises:
+            Refused: they are more than there may ever be.
+        """
+        most = min(self._in_all, self._of_key or self._in_all)
+        if requests > most:
+            error = ValueError(
+                f"These are {requests} requests at once, and this server takes {most} at most. "
+                "Send them in several traces, or calls."
+            )
+            raise Refused(413, error, limit=most)
+
     def take(self, caller: str, requests: int) -> None:
         """Count requests in; each is to be counted out with `leave`.
 
         Raises:
             Refused: they are too many, now or whenever they came.
         """
-        most = min(self._in_all, self._of_key or self._in_all)
-        if requests > most:
-            error = ValueError(
-                f"These are {requests} requests at once, and this server takes {most} at most. "
-                "Send them in several traces."
-            )
-            raise Refused(413, error, limit=most)
+        self.fit(requests)
         self.refuse_if_closing()
         there = self._running[caller]
         if self._of_key is not None and there + requests > self._of_key:

@@ -61,7 +61,7 @@ class Metrics:
             "nnsight_sent_bytes", "Bytes of answers.", ("kind",), registry=registry
         )
         self._saved = Counter(
-            "nnsight_saved_bytes", "Bytes of what blocks saved.", registry=registry
+            "nnsight_saved_bytes", "Bytes of what came home from blocks.", registry=registry
         )
         self._block_seconds = Counter(
             "nnsight_block_seconds",
@@ -70,7 +70,7 @@ class Metrics:
         )
         self._steps = Counter(
             "nnsight_steps",
-            "Steps of requests with blocks, by the way in which they ran.",
+            "Steps of requests with blocks that are over, by the way in which they ran.",
             ("way",),
             registry=registry,
         )
@@ -95,9 +95,12 @@ class Metrics:
         self._received.labels(kind).inc(account.received)
         self._sent.labels(kind).inc(account.sent)
 
-    def block(self, saved: int, seconds: float, ways: dict[str, int]) -> None:
-        """A block has said something: so much that it saved and, at its end, how it ran."""
-        self._saved.inc(saved)
+    def saved(self, size: int) -> None:
+        """So many bytes of what a block saved go to a client."""
+        self._saved.inc(size)
+
+    def ran(self, seconds: float, ways: dict[str, int]) -> None:
+        """Blocks have held the engine so long, and so many steps have run in each way."""
         self._block_seconds.inc(seconds)
         for way, steps in ways.items():
             self._steps.labels(way).inc(steps)

@@ -95,12 +95,18 @@ class FrameResponse(Response):
 
     Args:
         compress: whether frames may be packed.
+        headers: what is said before them.
     """
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, frames: AsyncGenerator[Frame, None], compress: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        frames: AsyncGenerator[Frame, None],
+        compress: bool = False,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(headers=headers)
         # The length of what is still to be made is not known.
         del self.headers["content-length"]
         self._frames = beating(frames)

@@ -264,8 +264,8 @@ class Running:
         """A block of it has failed: nothing of it goes on."""
         try:
             await self._engine.abort([self.key])
-            if self._request.sequences > 1:
-                # Blocks of its other sequences may be waiting for an output that will not come.
+            if not self._progress.ended:
+                # Its edits, and blocks of its other sequences, may wait for what will not come.
                 await self._engine.rpc("nnsight_forget", [self.key])
         except EngineDeadError as error:
             return error

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nnsight_core.errors import LocationError
 from nnsight_core.node import Node, Places, bare
-from nnsight_core.values import map_tensors
+from nnsight_core.values import flat, map_tensors
 from nnsight_vllm_worker.joint import Values, or_end
-from nnsight_vllm_worker.layouts import Layout, Split, Sum
+from nnsight_vllm_worker.layouts import Layout, Split, Sum, Unknown
 from nnsight_vllm_worker.vllm_ports.parallel import Layers
 
 
@@ -47,11 +48,16 @@ class Called:
         return _form([list(args), dict(kwargs)])
 
     def check(self, path: str, tensors: list[Tensor]) -> None:
-        """Refuse tensors that cannot be handed to all ranks, before any of them waits for one.
+        """Refuse what all ranks cannot do at once, before any of them waits for another.
 
         Raises:
+            LocationError: nothing says how the ranks hold what the module takes, or gives.
             RuntimeError: as PyTorch would on one rank, with the tensor's device, layout or shape.
         """
+        given = self._known(path, "input")
+        self._known(path, "output")
+        if any(layout is not None for layout in given):
+            _count(path, "input", given, tensors)
         for tensor, layout in zip(tensors, self._layouts(path, "input"), strict=False):
             device, shape = self._values.device, list(tensor.shape)
             if tensor.device.type != device.type or tensor.layout is not torch.strided:
@@ -101,6 +107,8 @@ class Called:
     def _given(self, layout: Layout, hole: Hole, given: Tensor | None) -> Tensor:
         ranks = self._values.ranks
         like = torch.empty(hole.shape, dtype=hole.dtype, device=self._values.device)
+        if isinstance(layout, Sum):
+            return like.zero_() if given is None else given
         if not isinstance(layout, Split):
             return ranks.broadcast(given, like)
         last = len(hole.shape) - 1
@@ -108,13 +116,16 @@ class Called:
         return ranks.deal(layout, given, like.new_empty(shape), last)
 
     def _result(self, path: str, made: Any) -> Any:
+        _count(path, "output", self._known(path, "output"), flat(made))
         layouts = self._layouts(path, "output")
 
         def whole(tensor: Tensor) -> Tensor:
             layout = next(layouts)
             if not isinstance(layout, Split | Sum):
                 return tensor
-            joined = self._values.ranks.join(layout, tensor, tensor.dim() - 1)
+            last = tensor.dim() - 1
+            flat_heads = isinstance(layout, Sum) or tensor.shape[last] == layout.width
+            joined = self._values.ranks.join(layout, tensor, last if flat_heads else 1)
             return tensor if joined is None else joined
 
         return map_tensors(made, whole)
@@ -131,9 +142,29 @@ class Called:
         return form
 
     def _layouts(self, path: str, side: str) -> Iterator[Layout]:
-        """How the ranks hold each tensor; None from where nothing is known of any."""
-        known = self._values.rows.layouts.get(self._places.location(path, side), ())
-        return itertools.chain(known, itertools.repeat(None))
+        """How the ranks hold each tensor; those that follow are whole where all of these are."""
+        return itertools.chain(self._layers.held(path, side) or (), itertools.repeat(None))
+
+    def _known(self, path: str, side: str) -> tuple[Layout, ...]:
+        layouts = self._layers.held(path, side)
+        if layouts is None:
+            why = "it did not run when the engine recorded its locations"
+        else:
+            why = next((each.why for each in layouts if isinstance(each, Unknown)), "")
+        if layouts is None or why:
+            raise LocationError(
+                f"{path} cannot be called: its {side} lies on several ranks, and {why}. Call the "
+                "module around it, or those in it."
+            )
+        return layouts
+
+
+def _count(path: str, side: str, known: tuple[Layout, ...], found: list[Tensor]) -> None:
+    if len(found) > len(known):
+        raise LocationError(
+            f"{path} cannot be called so: its {side} has {len(found)} tensors, and how ranks share "
+            f"them is known of {len(known)}. Call it as the model does."
+        )
 
 
 def _like(value: Any, parts: list[Any]) -> Any:

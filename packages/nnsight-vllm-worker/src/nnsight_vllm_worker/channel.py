@@ -114,7 +114,7 @@ class Sender:
 
     def send(self, frame: Frame) -> None:
         """Send a frame; never waits for the receiver."""
-        header = orjson.dumps(frame.header)
+        header = frame.seal()
         views = [memoryview(buffer).cast("B") for buffer in frame.buffers]
         sizes = [len(view) for view in views]
         if sum(sizes) <= PIECE:

@@ -90,6 +90,7 @@ class Copies:
         self.wanted = tuple(at for at in taps.taps if at in wanted)
         self._heard: dict[Location, Any] = {}
         self._listening = False
+        self._short: torch.OutOfMemoryError | None = None
         self._taps = taps
         self.first = first
 
@@ -101,12 +102,25 @@ class Copies:
         return after
 
     def take(self) -> None:
-        """Copy what lies in the slots."""
+        """Copy what lies in the slots.
+
+        Raises:
+            torch.OutOfMemoryError: memory is short.
+        """
+        if self._short is not None:
+            raise self._short
         if self._listening:
             self.values = self._heard
         elif self.wanted:
             lengths = [stop - start for start, stop in self.spans]
             self.values = self._taps.copies(self.wanted, self.first, lengths)
+
+    def give_up(self) -> list[Seat]:
+        """Keep nothing; gives the blocks that had wanted something."""
+        wanting = [seat for seat in self.seats if seat.taps or seat.logits]
+        self.seats = [seat for seat in self.seats if not (seat.taps or seat.logits)]
+        self.values = {}
+        return wanting
 
     def listen(self) -> None:
         """Have it copied within the pass: there are more rows than slots."""
@@ -114,8 +128,18 @@ class Copies:
         self._taps.listen(self.wanted, self._hear)
 
     def _hear(self, at: Location, tensors: list[Tensor]) -> None:
-        cut = cut_rows(tensors, self.spans)
-        self._heard[at] = self._taps.value(at, self._taps.whole(at, cut))
+        if self._short is not None:
+            return
+        try:
+            cut = cut_rows(tensors, self.spans)
+        except torch.OutOfMemoryError as error:
+            if self._taps.count > 1:
+                raise
+            # The pass is everybody's: whom the copies are for is told when it is over.
+            self._short = error
+            self._heard.clear()
+        else:
+            self._heard[at] = self._taps.value(at, self._taps.whole(at, cut))
 
     def own(self, run: Run, at: Location, rows: RowMap) -> Any:
         """What of a tap is one run's own, in tensors that nobody else has been given."""

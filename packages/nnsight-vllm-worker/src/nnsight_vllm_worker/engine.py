@@ -103,10 +103,15 @@ class SyncEngine:
         Raises:
             EngineDeadError: the engine ended meanwhile.
         """
+        self.kept.flush()
         with self._lock:
             self._sweep()
-            self.kept.flush()
             yield from _Batch(self, requests, blobs).run()
+
+    def generate(self, prompts: list[Any], params: Any, **how: Any) -> list[Any]:
+        """Generate as vLLM does, with nothing of ours; gives its own outputs."""
+        with self._lock, startup.refusals():
+            return self.llm.generate(prompts, params, **how)
 
     def install(
         self, spec: EditSpec, carried: Carried, blobs: dict[str, Buffer], owner: str = ""
@@ -156,15 +161,18 @@ class SyncEngine:
 
     def counts(self) -> dict[str, int]:
         """What the worker holds: blocks, bytes of outside tensors, bytes that blocks wrote."""
-        return self._rpc("nnsight_counts")[0]
+        with self._lock:
+            return self._rpc("nnsight_counts")[0]
 
     def let_go(self, ids: list[str], why: str) -> None:
         """Let kept values go."""
-        self._rpc("nnsight_let_go", ids, why)
+        with self._lock:
+            self._rpc("nnsight_let_go", ids, why)
 
     def list_kept(self) -> list[tuple[str, int, float]]:
         """The id, bytes and age of each kept value."""
-        return self._rpc("nnsight_kept", time.monotonic())[0]
+        with self._lock:
+            return self._rpc("nnsight_kept", time.monotonic())[0]
 
     def close(self) -> None:
         """End the engine and its processes."""
@@ -273,8 +281,8 @@ class _Batch:
         """A block of a request has failed: nothing of it goes on."""
         self.pending.discard(key)
         startup.abort(self.engine.llm, [key])
-        if self.requests[key].sequences > 1:
-            # Blocks of its other sequences may be waiting for what will not come.
+        if not self.progress[key].ended:
+            # Its edits, and blocks of its other sequences, may wait for what will not come.
             self.engine._rpc("nnsight_forget", [key])
 
     def _finish(self, output: RequestOutput) -> Iterator[tuple[str, Frame | Output]]:
@@ -302,7 +310,7 @@ class _Batch:
         try:
             if self.pending:
                 startup.abort(engine.llm, list(self.pending))
-            unheard = [key for key, p in self.progress.items() if not p.ended and not p.failed]
+            unheard = [key for key, p in self.progress.items() if not p.ended]
             if self.pending or unheard:
                 engine._rpc("nnsight_forget", [*{*self.pending, *unheard}])
             failed = [key for key, p in self.progress.items() if p.failed]

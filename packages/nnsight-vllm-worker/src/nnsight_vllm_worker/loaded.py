@@ -48,7 +48,7 @@ class Loaded:
         self.layers = parallel.Layers(self.modules) if self.ranks is not None else None
         if self.ranks is not None and self.layers is not None:
             parallel.check(config)
-            self.layers.compare(self.ranks.agree)
+            self.layers.compare(self.ranks.agree, self.dummy)
         forward.plain_when(self.port.model, self._plain)
         named = config.model_config
         bare = bare_tree(self.port.model, named.served_model_name or named.model, startup.engine())
@@ -82,6 +82,7 @@ class Loaded:
                 found = record(interleaver, self.port.run_once, see=shards.see)
             found.layouts = shards.layouts(self.ranks.agree, self.dummy)
             self.layers.meeting |= shards.meeting
+            self.layers.recorded |= found.layouts
             found.rank, found.ranks = self.ranks.rank, self.ranks.size
             return found
         finally:

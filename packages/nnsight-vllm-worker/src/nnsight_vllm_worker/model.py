@@ -25,7 +25,7 @@ from nnsight_vllm_worker.policies import find_policy
 from nnsight_vllm_worker.prompts import lora_of, prompt_of, sampling_of
 from nnsight_vllm_worker.settings import SETTINGS
 from nnsight_vllm_worker.vllm_ports.meta import tree_of
-from nnsight_vllm_worker.vllm_ports.startup import engine, refusals
+from nnsight_vllm_worker.vllm_ports.startup import engine
 
 
 class VLLM(Model):
@@ -186,8 +186,7 @@ class VLLM(Model):
         # Nothing of ours has a part in it, so that vLLM's own way can do it.
         given = [prompt_of(p) for p in prompts_of(prompts)]
         bar = len(given) > 1 if use_tqdm is None else use_tqdm
-        with refusals():
-            outputs = engine.llm.generate(given, params, use_tqdm=bar, lora_request=lora)
+        outputs = engine.generate(given, params, use_tqdm=bar, lora_request=lora)
         return [output_of(output) for output in outputs]
 
     def engine_settings(self) -> str:

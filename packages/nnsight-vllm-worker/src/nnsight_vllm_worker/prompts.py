@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any
 
+import numpy
 import torch
 
 from nnsight_core.errors import NotSupportedError
@@ -20,6 +22,8 @@ _REFUSED = {
 }
 OURS = "nnsight"
 """What the names of our own entries in `extra_args` begin with."""
+_OPEN = ("extra_args", "structured_outputs")
+"""Sampling arguments that hold values of any kind."""
 _OURS = frozenset(("output_kind", "skip_clone", "skip_reading_prefix_cache"))
 
 
@@ -45,6 +49,8 @@ def prompt_of(prompt: Any) -> Any:
         for key, what in _REFUSED.items():
             if prompt.get(key) is not None:
                 raise NotSupportedError(f"A prompt with {key!r}: {what}. Give text or token ids.")
+        if prompt.get("prompt_token_ids") is not None:
+            return {**prompt, "prompt_token_ids": _ids(prompt["prompt_token_ids"], None)}
         return dict(prompt)
     if isinstance(prompt, torch.Tensor) or (isinstance(prompt, list | tuple) and _numbers(prompt)):
         return {"prompt_token_ids": _ids(prompt, None)}
@@ -63,12 +69,15 @@ def sampling_of(arguments: Mapping[str, Any]) -> Any:
     """`SamplingParams` of some arguments, checked and normalised by vLLM.
 
     Raises:
-        TypeError: an unknown argument, with the nearest name.
+        TypeError: an unknown argument, with the nearest name, or a value of the wrong kind.
         ValueError: a value that vLLM refuses.
     """
     from vllm import SamplingParams
 
-    named = normalise(arguments)
+    named = {
+        name: value.item() if isinstance(value, numpy.generic) else value
+        for name, value in normalise(arguments).items()
+    }
     sampling_names().check(named)
     for name in named.get("extra_args") or ():
         if str(name).startswith(OURS):
@@ -78,9 +87,29 @@ def sampling_of(arguments: Mapping[str, Any]) -> Any:
             )
     with refusals():
         try:
-            return SamplingParams(**named)
+            params = SamplingParams(**named)
         except TypeError as error:
             raise _wrong_kind(named, error) from None
+    # The engine's process reads each argument by its type, and ends where it cannot.
+    write, read = _codecs()
+    for name in named:
+        if name in read:
+            try:
+                read[name](write(getattr(params, name)))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise _of_wrong_kind(name, named[name], error) from None
+    return params
+
+
+@functools.cache
+def _codecs() -> tuple[Callable[[Any], bytes], Mapping[str, Callable[[bytes], Any]]]:
+    """What writes a sampling argument for the engine's process, and what reads each there."""
+    import msgspec
+    from vllm import SamplingParams
+
+    fields = msgspec.structs.fields(SamplingParams)
+    read = {f.name: msgspec.msgpack.Decoder(f.type).decode for f in fields if f.name not in _OPEN}
+    return msgspec.msgpack.Encoder().encode, read
 
 
 class Samplings:
@@ -126,11 +155,15 @@ def _wrong_kind(named: dict[str, Any], error: TypeError) -> TypeError:
         try:
             SamplingParams(**{name: value})
         except TypeError:
-            shown = f"{name}={value!r}"[:200]
-            return TypeError(f"The sampling argument {shown} is of the wrong kind: {error}.")
+            return _of_wrong_kind(name, value, error)
         except Exception:
             continue  # of the right kind, and refused for what it is
     return TypeError(f"A sampling argument is of the wrong kind: {error}.")
+
+
+def _of_wrong_kind(name: str, value: Any, error: Exception) -> TypeError:
+    shown = f"{name}={value!r}"[:200]
+    return TypeError(f"The sampling argument {shown} is of the wrong kind: {error}.")
 
 
 def lora_of(value: Any) -> Any:
@@ -184,14 +217,19 @@ def _ids(ids: Any, mask: Any) -> list[int]:
         flat = [id for id, keep in zip(flat, kept, strict=True) if keep]
     if not flat:
         raise ValueError("Empty prompt: a prompt needs at least one token.")
-    return flat
+    if set(map(type, flat)) == {int}:
+        return flat
+    try:
+        return [index(id) for id in flat]
+    except TypeError:
+        raise TypeError(f"Token ids are whole numbers, unlike those of {str(ids)[:80]}.") from None
 
 
 def _numbers(values: Sequence[Any]) -> bool:
     return all(issubclass(kind, int) for kind in set(map(type, values)))
 
 
-def _row(values: Any) -> list[int]:
+def _row(values: Any) -> list[Any]:
     """The numbers of one row, in any form."""
     if isinstance(values, list | tuple) and len(values) == 1 and not isinstance(values[0], int):
         values = values[0]
@@ -203,7 +241,7 @@ def _row(values: Any) -> list[int]:
             raise ValueError(
                 f"One prompt is needed, not {len(values)} rows: open one invoke per prompt."
             )
-        return [int(value) for value in values]
+        return [*values]
     rows = torch.as_tensor(values)
     if rows.dim() > 1 and rows.shape[0] != 1 and rows.numel():
         raise ValueError(

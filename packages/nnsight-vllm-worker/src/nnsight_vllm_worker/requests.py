@@ -19,7 +19,14 @@ from weakref import WeakValueDictionary
 from nnsight_core.code import compile_block
 from nnsight_core.current import current_run
 from nnsight_core.effects import Effects
-from nnsight_core.errors import BlockError, BlockTimeout, EngineError, ProtocolError, SaveLimitError
+from nnsight_core.errors import (
+    BlockError,
+    BlockTimeout,
+    EncodeError,
+    EngineError,
+    ProtocolError,
+    SaveLimitError,
+)
 from nnsight_core.keeps import Keeper, Keeps
 from nnsight_core.locations import RESULT, STEP
 from nnsight_core.lowering import Lowered
@@ -161,17 +168,19 @@ class Tracing:
             try:
                 known = self._known(edit) if edit else self.blocks.of(own or b"")
                 ready.append((traced, known, self._ready(traced, known, arrival)))
-            except ProtocolError as error:
-                # Not from our front ends, which never send one: the request goes on as a plain one.
+            except BaseException as error:
+                # What cannot be made into a run is an error of this block alone, whatever the
+                # user's code raises as it is loaded.
+                if KEY in extra or not isinstance(error, ProtocolError):
+                    self.fail(traced, error)
+                    continue
+                # Not from our front ends, and nobody waits for it: the request goes on as a plain
+                # one.
                 _log.warning(
                     "Request %s carries no block of this version: %s", arrival.request, error
                 )
                 self.awaited.pop((key, sequence, edit))
                 self._streaming.pop(traced, None)
-            except BaseException as error:
-                # What cannot be made into a run is an error of this block alone, whatever the
-                # user's code raises as it is loaded.
-                self.fail(traced, error)
         if ready:
             self.requests[arrival.request] = [traced for traced, _, _ in ready]
             self._lower(arrival.request, ready)
@@ -298,6 +307,7 @@ class Tracing:
             run.error = _safe(error)
             run.saves.made.clear()
             run.saves.shared.clear()
+            traced.notes.clear()
             frame = self._encoded(traced)
         if keeper is not None and keeper.made:
             keeper.settle(handles_of(frame))
@@ -467,6 +477,8 @@ def _safe(error: BaseException) -> BaseException:
     if type(error) in (BlockTimeout, SaveLimitError):
         return error
     texts = [text for text in error.args if type(text) is str]
+    if type(error) is EncodeError:
+        return EncodeError(*texts)
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     return BlockError(f"What the block saved cannot come home: {': '.join([kind, *texts])}")
 

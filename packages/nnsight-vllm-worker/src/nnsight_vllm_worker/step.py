@@ -11,8 +11,10 @@ pass (interleaved, eager), when it is over (after), or when the next one is on i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from nnsight_core.errors import EngineError
@@ -66,6 +68,10 @@ class Passes(Protocol):
 
 _Lasts = tuple[Way, Copies | None, Collection[int]]
 _PLAIN: _Lasts = (Way.PLAIN, None, ())
+_SHORT = (
+    "The engine has no memory for copies of what the block reads in this step ({}). Read fewer "
+    "locations at once, or leave more memory (gpu_memory_utilization=)."
+)
 
 
 class Steps:
@@ -305,7 +311,20 @@ class Steps:
     def forwarded(self) -> None:
         """The forward pass is over; `logits` comes next."""
         for copies in self._copies():
-            copies.take()
+            with self._short(copies):
+                copies.take()
+
+    @contextmanager
+    def _short(self, copies: Copies) -> Iterator[None]:
+        """Within it, memory that is short for copies ends the requests that they are for."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self._joint:
+                raise  # the other ranks have joined in what this one could not do
+            self._left, self._lasts = 0, _PLAIN
+            for seat in copies.give_up():
+                self.tracing.fail(seat.entry.traced, EngineError(_SHORT.format(error)))
 
     def logits(self, logits: Tensor | None) -> None:
         """`[requests, vocab]`, before anything is sampled."""
@@ -319,7 +338,8 @@ class Steps:
             self.interleaver.advance(Phase.SAMPLES)
         if self._later is not None and any(seat.logits for seat in self._later.seats):
             assert logits is not None
-            self._logits = take_rows(logits, self._later.requests)
+            with self._short(self._later):
+                self._logits = take_rows(logits, self._later.requests)
 
     def _run_after(self, copies: Copies, requests: int) -> None:
         """Run blocks on the copies, between the forward pass and the sampler."""

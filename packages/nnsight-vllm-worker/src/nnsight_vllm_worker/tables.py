@@ -40,25 +40,48 @@ class Written(NamedTuple):
     entry: int
 
 
-class Table:
-    """The table writes of one request, or of several that are alike.
-
-    Args:
-        lowered: the blocks that they come from, in their order.
-        prompt: how many tokens its prompt has.
+class Entries:
+    """What some blocks write, for every request that has them.
 
     Attributes:
         users: how many requests it is for.
+        tables: by the length of their prompts.
     """
 
-    def __init__(self, tables: Tables, lowered: tuple[Lowered, ...], prompt: int) -> None:
+    def __init__(self, tables: Tables, lowered: tuple[Lowered, ...]) -> None:
         self.lowered = lowered
         self.writes: list[Written] = []
-        self.entries: list[int] = []
-        self.users = 1
+        self.taken: list[int] = []
+        self.users = 0
+        self.tables: dict[int, Table] = {}
         self._tables = tables
-        self.prompt = prompt
         self._chains: dict[tuple[int, ...], int] = {}
+
+    def table(self, prompt: int) -> Table:
+        """The writes of one more request, whose prompt has so many tokens."""
+        self.users += 1
+        return self.tables.setdefault(prompt, Table(self, prompt))
+
+    def chain(self, entries: tuple[int, ...]) -> int:
+        """The first of several entries for one row, each of which leads to the next."""
+        if len(entries) == 1:
+            return entries[0]
+        if entries not in self._chains:
+            after = self.chain(entries[1:])
+            self._chains[entries] = self._tables.copy(self, entries[0], after)
+        return self._chains[entries]
+
+
+class Table:
+    """The table writes of requests that are alike.
+
+    Args:
+        prompt: how many tokens their prompts have.
+    """
+
+    def __init__(self, entries: Entries, prompt: int) -> None:
+        self.entries = entries
+        self.prompt = prompt
         self._known: dict[Any, tuple[Span, ...]] = {}
 
     def spans(self, computed: int, tokens: int) -> tuple[Span, ...]:
@@ -67,7 +90,7 @@ class Table:
             # The one row of a later step: only what is on in it matters.
             step = computed - self.prompt + 1
             # Of another form than the other keys: to Python, `(False, True)` is `(0, 1)`.
-            key: Any = ("on", *[step in w.affine.steps for w in self.writes])
+            key: Any = ("on", *[step in w.affine.steps for w in self.entries.writes])
         else:
             key = (computed, tokens)
         known = self._known.get(key)
@@ -76,19 +99,20 @@ class Table:
         return known
 
     def _spans(self, computed: int, tokens: int) -> list[Span]:
-        if len({write.tensor for write in self.writes}) == len(self.writes):
+        writes = self.entries.writes
+        if len({write.tensor for write in writes}) == len(writes):
             return [
                 Span(write.tensor, start, stop, write.entry)
-                for write in sorted(self.writes, key=lambda write: write.tensor)
+                for write in sorted(writes, key=lambda write: write.tensor)
                 for start, stop in _stretches(self._rows(write.affine, computed, tokens))
             ]
         on: dict[tuple[int, int], tuple[int, ...]] = {}
-        for write in self.writes:
+        for write in writes:
             for row in self._rows(write.affine, computed, tokens):
                 on[write.tensor, row] = (*on.get((write.tensor, row), ()), write.entry)
         spans: list[Span] = []
         for (tensor, row), entries in sorted(on.items()):
-            entry = self._chain(entries)
+            entry = self.entries.chain(entries)
             last = spans[-1] if spans else None
             if last and (last.tensor, last.stop, last.entry) == (tensor, row, entry):
                 spans[-1] = last._replace(stop=row + 1)
@@ -108,15 +132,6 @@ class Table:
             if later and position - self.prompt + 1 in affine.steps:
                 rows.append(position - computed)
         return sorted(rows)
-
-    def _chain(self, entries: tuple[int, ...]) -> int:
-        """The first of several entries for one row, each of which leads to the next."""
-        if len(entries) == 1:
-            return entries[0]
-        if entries not in self._chains:
-            after = self._chain(entries[1:])
-            self._chains[entries] = self._tables.copy(self, entries[0], after)
-        return self._chains[entries]
 
 
 def _stretches(rows: list[int]) -> list[tuple[int, int]]:
@@ -159,7 +174,9 @@ class Tables:
         self._placed: list[tuple[int, tuple[Span, ...]]] = []
         self.tensors: set[int] = set()
         self.released = 0
-        self._tables: dict[tuple[int, ...], Table] = {}
+        self._entries: dict[tuple[int, ...], Entries] = {}
+        # Of the passes: blocks that run beside them may let the writes of a request go.
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def used(self) -> int:
@@ -182,37 +199,40 @@ class Tables:
         Raises:
             Full: there is no room.
         """
-        key = (prompt, *map(id, lowered))
-        known = self._tables.get(key)
-        if known is not None:
-            known.users += 1
-            return known
-        table = Table(self, lowered, prompt)
+        key = tuple(map(id, lowered))
+        if key not in self._entries:
+            self._entries[key] = self._take(lowered)
+        return self._entries[key].table(prompt)
+
+    def _take(self, lowered: tuple[Lowered, ...]) -> Entries:
+        entries = Entries(self, lowered)
         try:
             for affine in [write for each in lowered for write in each.writes]:
                 tap = self._taps.taps[self._taps.named[f"{affine.path}.output"]]
-                entry = self._entry(table)
-                along = self._entry(table) if affine.kind == "project" else 0
-                self.fill(entry, along, affine, tap)
-                table.writes.append(Written(affine, tap.first + affine.index, entry))
+                entry = self._entry(entries)
+                along = self._entry(entries) if affine.kind == "project" else 0
+                with torch.cuda.stream(self._stream):
+                    self.fill(entry, along, affine, tap)
+                entries.writes.append(Written(affine, tap.first + affine.index, entry))
         except Full:
-            self._free += table.entries
+            self._free += entries.taken
             raise
-        self._tables[key] = table
-        return table
+        return entries
 
     def release(self, table: Table) -> None:
         """Let a request's writes go."""
+        entries = table.entries
         self.released += 1
-        table.users -= 1
-        if not table.users:
-            self._free += table.entries
-            del self._tables[table.prompt, *map(id, table.lowered)]
+        entries.users -= 1
+        if not entries.users:
+            self._free += entries.taken
+            del self._entries[tuple(map(id, entries.lowered))]
 
-    def copy(self, table: Table, entry: int, after: int) -> int:
+    def copy(self, entries: Entries, entry: int, after: int) -> int:
         """An entry like another one, which leads to `after`."""
-        new = self._entry(table)
-        self.fill_like(new, entry, after)
+        new = self._entry(entries)
+        with torch.cuda.stream(self._stream):
+            self.fill_like(new, entry, after)
         return new
 
     def place(self, seats: list[tuple[int, tuple[Span, ...]]]) -> None:
@@ -221,6 +241,8 @@ class Tables:
         Args:
             seats: each request's first row in the batch, and its spans.
         """
+        if self._taps.entries.is_cuda:
+            self._stream = torch.cuda.current_stream()
         wanted = [seat for seat in seats if seat[1]]
         if wanted == self._placed:
             return
@@ -238,11 +260,11 @@ class Tables:
         self._placed = wanted
         self.tensors = {span.tensor for _, spans in wanted for span in spans}
 
-    def _entry(self, table: Table) -> int:
+    def _entry(self, entries: Entries) -> int:
         if not self._free:
             raise Full
-        table.entries.append(self._free.pop())
-        return table.entries[-1]
+        entries.taken.append(self._free.pop())
+        return entries.taken[-1]
 
     def fill(self, entry: int, along: int, affine: Affine, tap: Tap) -> None:
         """Say in an entry, and where a projection goes along in another, what a write does."""

@@ -9,7 +9,7 @@ from nnsight_core.block_tracer import BLOCK_TRACER
 from nnsight_core.capture import Block
 from nnsight_core.code import Code, compile_block
 from nnsight_core.effects import Effects, effects_of
-from nnsight_core.errors import EncodeError, SaveLimitError
+from nnsight_core.errors import EncodeError, ProtocolError, SaveLimitError
 from nnsight_core.policy import TRUSTED, Policy
 from nnsight_core.run import Run
 from nnsight_core.scope import VALUE, call_block, ended, share, target_names
@@ -98,8 +98,19 @@ def decode_run(data: BlockData, decoder: CodeDecoder, key: Any, extra: dict[str,
 
 
 def decode_names(data: BlockData, decoder: CodeDecoder) -> dict[str, Any]:
-    """What the names of a block that came over the wire hold."""
-    names = {name: decoder.decode(value) for name, value in data.names.items()}
+    """What the names of a block that came over the wire hold.
+
+    Raises:
+        ProtocolError: one of them cannot be made here.
+    """
+    names: dict[str, Any] = {}
+    for name, value in data.names.items():
+        try:
+            names[name] = decoder.decode(value)
+        except ProtocolError as error:
+            raise ProtocolError(
+                f"What the block uses as {name!r} cannot be made where the block runs: {error}"
+            ) from error.__cause__
     decoder.forget()
     return {**names, **dict.fromkeys(data.targets, BLOCK_TRACER)}
 
@@ -129,6 +140,9 @@ def encode_ended(
         told: what was told of its saves before, if they are streamed.
         encoder: takes what it saved.
         **about: the other fields of the message.
+
+    Raises:
+        EncodeError: it is more than a message may have, or cannot be said in one.
     """
     result = ended(run, 0, sequence)
     if result.value is not None:
@@ -147,7 +161,7 @@ def encode_ended(
         warnings=[*notes, *(_warning(n) for n in result.warnings)],
         **about,
     )
-    return message.frame(encoder.buffers)
+    return _sealed(message, encoder)
 
 
 def encode_saved(run: Run, told: Told, encoder: Encoder | None = None, **about: Any) -> Frame:
@@ -172,8 +186,15 @@ def encode_saved(run: Run, told: Told, encoder: Encoder | None = None, **about: 
     saves, more, refused = _encoded(news, encoder)
     if isinstance(refused, SaveLimitError):
         raise refused
-    message = SavedMessage(saves=saves, more=more, gone=news.gone, **about)
-    return message.frame(encoder.buffers)
+    told.went(news, {**saves, **more})
+    return _sealed(SavedMessage(saves=saves, more=more, gone=news.gone, **about), encoder)
+
+
+def _sealed(message: Message, encoder: Encoder) -> Frame:
+    """The frame of a message, which surely can be sent."""
+    frame = message.frame(encoder.buffers)
+    frame.seal()
+    return frame
 
 
 def _encoded(

@@ -23,6 +23,7 @@ import site
 import sys
 import sysconfig
 import weakref
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from nnsight_core.block_tracer import BLOCK_TRACER, BlockTracer
-from nnsight_core.code import compile_block, is_lazy
+from nnsight_core.code import KEEP, SAVE, compile_block, is_lazy
+from nnsight_core.current import need_run
 from nnsight_core.errors import (
     CaptureError,
     EncodeError,
@@ -46,6 +48,7 @@ from nnsight_core.kept import Kept
 from nnsight_core.node import Node, Operation, Root, Source
 from nnsight_core.parsing import parse
 from nnsight_core.policy import TRUSTED, Policy
+from nnsight_core.snapshots import origin_of
 from nnsight_core.tracer import Captured
 from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
 from nnsight_core.wire.frames import Buffer
@@ -81,9 +84,8 @@ class CodeEncoder(Encoder):
                 return method(self, value)
         if value is self._tokenizer and value is not None:
             return {"$": "tokenizer"}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return {"$": "record", "class": self._encode(type(value)), "v": self._names(parts)}
+        if dataclasses.is_dataclass(value) and _base(type(value)) in (object, dict, OrderedDict):
+            return self._record(value)
         known = _library_name(value)
         if known is not None:
             return known
@@ -197,7 +199,18 @@ class CodeEncoder(Encoder):
         return {"$": "partial", "v": [self.encode(p, " → partial") for p in parts]}
 
     def _member(self, value: enum.Enum) -> dict[str, Json]:
-        return {"$": "member", "class": self.encode(type(value)), "name": value.name}
+        form = {"$": "member", "class": self.encode(type(value))}
+        if value.name in type(value).__members__:
+            return {**form, "name": value.name}
+        return {**form, "value": self.encode(value.value)}  # several flags together, or none
+
+    def _record(self, value: Any) -> dict[str, Json]:
+        form = {"$": "record", "class": self._encode(type(value))}
+        parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        form["v"] = self._names(parts)
+        if isinstance(value, dict):
+            form["items"] = self._dict(value)
+        return form
 
     def _nn(self, module: nn.Module) -> dict[str, Json]:
         state = dict(vars(module))
@@ -305,7 +318,7 @@ class CodeDecoder(Decoder):
             "class": self._class,
             "method": lambda f: getattr(self.decode(f["self"]), f["name"]),
             "partial": self._partial,
-            "member": lambda f: self.decode(f["class"])[f["name"]],
+            "member": self._member,
             "nn": self._nn,
             "record": self._record,
             "pickle": self._unpickle,
@@ -340,7 +353,7 @@ class CodeDecoder(Decoder):
     def _run_source(self, form: dict[str, Json], name: str) -> Any:
         place = (form["filename"], form["line"], "<module>", form["lazy"])
         code = compile_block(form["source"], *place, self._policy)
-        scope: dict[str, Any] = {**self._extra, "__name__": form["module"]}
+        scope: dict[str, Any] = {**self._extra, **_MARKING, "__name__": form["module"]}
         late = _Late(scope, name)
         # A function may name itself, or one that names it, before it exists.
         self._made[form["#"]] = late
@@ -360,7 +373,7 @@ class CodeDecoder(Decoder):
 
     def _nn(self, form: dict[str, Json]) -> nn.Module:
         cls = self.decode(form["class"])
-        module = cls.__new__(cls)
+        module = self._made[form["#"]] = cls.__new__(cls)
         nn.Module.__init__(module)
         for name, value in form["state"].items():
             made = self.decode(value)
@@ -371,10 +384,17 @@ class CodeDecoder(Decoder):
 
     def _record(self, form: dict[str, Json]) -> Any:
         cls = self.decode(form["class"])
-        record = object.__new__(cls)
+        base: Any = _base(cls)
+        record = self._made[form["#"]] = base.__new__(cls)
         for name, value in form["v"].items():
             object.__setattr__(record, name, self.decode(value))
+        for key, value in self._dict(form["items"]).items() if "items" in form else ():
+            base.__setitem__(record, key, value)
         return record
+
+    def _member(self, form: dict[str, Json]) -> Any:
+        cls = self.decode(form["class"])
+        return cls[form["name"]] if "name" in form else cls(self.decode(form["value"]))
 
     def _unpickle(self, form: dict[str, Json]) -> Any:
         if not self._pickle:
@@ -384,7 +404,33 @@ class CodeDecoder(Decoder):
         return unpickler.load()
 
 
+def _base(cls: type) -> type:
+    """The type of Python's own that says what objects of a class hold besides attributes."""
+    return next(base for base in cls.__mro__ if not base.__flags__ & _MADE_HERE)
+
+
+_MADE_HERE = 1 << 9
+"""Python's flag of classes that a `class` statement made."""
 _RESULT = "__nnsight_lambda__"
+
+
+def _save_method(value: Any) -> Any:
+    """What `x.save()` in a shipped function calls."""
+    own = _own_method(value, "save")
+    return need_run("`x.save()`").save(value) if own is None else own(value)
+
+
+def _keep_method(value: Any) -> Any:
+    own = _own_method(value, "keep")
+    return need_run("`x.keep()`").keep(value) if own is None else own(value)
+
+
+def _own_method(value: Any, name: str) -> Any:
+    return None if isinstance(value, Tensor) else getattr(type(value), name, None)
+
+
+_MARKING = {SAVE: _save_method, KEEP: _keep_method}
+"""Their text is rewritten as a block's is, but they outlive the run that they were shipped with."""
 
 
 class _Late:
@@ -565,9 +611,12 @@ _CONTENTS: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], str]] = {}
 def content_of(tensor: Tensor) -> tuple[str, memoryview]:
     """The digest of a tensor's bytes, kept while the tensor lives unchanged, and the bytes."""
     data = tensor_bytes(tensor)
+    # The copy that a trace has taken is gone with it; the original may be named again.
+    original = origin_of(tensor)
+    tensor = tensor if original is None else original
     key = id(tensor)
     known = _CONTENTS.get(key)
-    version = (-1 if tensor.is_inference() else tensor._version, _sum(data))
+    version = (-1 if tensor.is_inference() else tensor._version, _check(data))
     if known is not None and known[0]() is tensor and known[1] == version and version[0] >= 0:
         return known[2], data
     digest = digest_of(data)
@@ -575,9 +624,10 @@ def content_of(tensor: Tensor) -> tuple[str, memoryview]:
     return digest, data
 
 
-def _sum(data: memoryview) -> int:
-    """A sum that shows what PyTorch does not count (`tensor.data.add_(1)`); cheaper than a hash."""
-    return int(torch.frombuffer(data, dtype=torch.int64, count=data.nbytes // 8).sum())
+def _check(data: memoryview) -> int:
+    """A checksum that shows what PyTorch does not count, such as a shuffle of the numpy array whose
+    memory it is; several times as fast as a digest."""
+    return zlib.crc32(data)
 
 
 def digest_of(data: Buffer) -> str:

@@ -12,7 +12,7 @@ import math
 import sys
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy
@@ -30,7 +30,12 @@ Json = Any
 MAX_DEPTH = 100
 SMALL = 1 << 16
 """Bytes up to which a tensor may share a buffer with others."""
+_DIGITS = 4300
+"""Digits that a whole number may have, as Python reads them."""
 
+_EARLY = ("list", "dict", "function", "class", "nn", "record")
+"""Types of values that a decoder has at hand while their parts are still being read."""
+_ARRAYS = (numpy.ndarray, numpy.memmap)
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -48,6 +53,7 @@ class Encoder:
         self._places: dict[int, tuple[int, int]] = {}
         self._often: set[int] = set()
         self._seen: dict[int, tuple[int, Any]] = {}
+        self._within: set[int] = set()
         self._at: list[str] = []
 
     def encode(self, value: Any, name: str = "") -> Json:
@@ -68,7 +74,7 @@ class Encoder:
         except (EncodeError, RecursionError) as error:
             # Nothing later may refer to a part of what did not go.
             while len(self._seen) > before[0]:
-                self._seen.popitem()
+                self._within.discard(self._seen.popitem()[1][0])
             del self.buffers[before[1] :]
             if isinstance(error, RecursionError):
                 raise EncodeError(f"{self.where()} is nested too deep.") from None
@@ -85,7 +91,7 @@ class Encoder:
         if value is None or kind is bool:
             return value
         if kind is int:
-            return value if -(2**53) <= value <= 2**53 else {"$": "int", "v": str(value)}
+            return value if -(2**53) <= value <= 2**53 else self._large(value)
         if kind is float:
             return value if math.isfinite(value) else {"$": "float", "v": repr(value)}
         if kind is str:
@@ -94,12 +100,19 @@ class Encoder:
             return {"$": "result"}
         seen = self._seen.get(id(value))
         if seen is not None:
+            self._within.add(seen[0])
             return {"$": "ref", "n": seen[0]}
         # The entry holds the value, so that its id is not given to another meanwhile.
         number = len(self._seen)
         self._seen[id(value)] = (number, value)
         form = self.form(value)
         form["#"] = number
+        # None is named before it is over, unless from within itself.
+        if number in self._within and form["$"] not in _EARLY:
+            raise EncodeError(
+                f"{self.where()} is a {kind.__qualname__} that holds itself, which can only be "
+                "shipped of lists and dicts."
+            )
         return form
 
     def form(self, value: Any) -> dict[str, Json]:
@@ -128,7 +141,7 @@ class Encoder:
         if kind is slice:
             return {"$": "slice", "v": self._parts([value.start, value.stop, value.step])}
         if kind is range:
-            return {"$": "range", "v": [value.start, value.stop, value.step]}
+            return {"$": "range", "v": self._parts([value.start, value.stop, value.step])}
         if value is Ellipsis:
             return {"$": "ellipsis"}
         if kind is Kept:
@@ -140,11 +153,17 @@ class Encoder:
         # What `x.topk(3)` and its like give back has its fields under the other name.
         fields = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", None)
         if isinstance(value, tuple) and fields:
+            try:
+                _named_like(kind.__name__, tuple(fields))
+            except (TypeError, ValueError):
+                raise self.refusal(value) from None
             named = {"module": kind.__module__, "name": kind.__qualname__}
             return {"$": "named", **named, "k": list(fields), "v": self._parts(value)}
         if isinstance(value, dict):
             return self._dict(value)
-        if isinstance(value, numpy.generic):
+        # An array drops the zeros at the end of a text.
+        padded = kind in (numpy.str_, numpy.bytes_) and value[-1:] in ("\0", b"\0")
+        if isinstance(value, numpy.generic) and not padded:
             return {**self._array(numpy.asarray(value)), "$": "scalar"}
         if isinstance(value, int | float | str):  # an enum's member or another subclass
             return {"$": "plain", "v": self._encode(_base_of(value))}
@@ -193,7 +212,12 @@ class Encoder:
         """The tensor, on the host if it has been brought there."""
         brought = self.brought.get(id(tensor))
         # An id may be another's by now.
-        return brought[1] if brought is not None and brought[0] is tensor else tensor
+        if brought is not None and brought[0] is tensor:
+            return brought[1]
+        if torch.cuda.is_initialized() and tensor.is_cpu and tensor.is_pinned():
+            # Whoever has it copied there (`non_blocking=True`) has not waited for it.
+            torch.cuda.synchronize()
+        return tensor
 
     def pack(self, *values: Any) -> None:
         """Put the many small tensors of values into few buffers, those of a device in one go.
@@ -233,6 +257,12 @@ class Encoder:
         return {"$": "tensors", "as": type(value).__name__, "n": len(value), **form}
 
     def _array(self, array: numpy.ndarray) -> dict[str, Json]:
+        if type(array) not in _ARRAYS:
+            kind = type(array)
+            raise EncodeError(
+                f"{self.where()} is a {kind.__module__}.{kind.__qualname__}, of which only the "
+                "numbers would ship. Ship `numpy.asarray` of it, and a mask beside it."
+            )
         if array.dtype.hasobject or array.dtype.names:
             raise EncodeError(
                 f"{self.where()} is an array of {array.dtype}; only arrays of numbers ship."
@@ -242,12 +272,24 @@ class Encoder:
         form = {"dtype": little.dtype.str, "shape": list(array.shape)}
         return {"$": "array", **form, "b": self.buffer(data)}
 
+    def _large(self, value: int) -> dict[str, Json]:
+        try:
+            digits = str(value)
+        except ValueError:  # Python's own limit, which a process may have set anew
+            digits = ""
+        if not 0 < len(digits) - (value < 0) <= _DIGITS:
+            raise EncodeError(
+                f"{self.where()} is a whole number of more than {_DIGITS} digits, which cannot be "
+                "shipped. Ship its bytes (`to_bytes`), or the numbers that it is made of."
+            )
+        return {"$": "int", "v": digits}
+
     def _parts(self, values: Any) -> list[Json]:
         return [self.encode(v, f"[{i}]") for i, v in enumerate(values)]
 
     def _dict(self, value: dict[Any, Any]) -> dict[str, Json]:
-        keys = [self.encode(k, f" key {k!r}") for k in value]
-        values = [self.encode(v, f"[{k!r}]") for k, v in value.items()]
+        keys = [self.encode(k, f" key {_shown(k)}") for k in value]
+        values = [self.encode(v, f"[{_shown(k)}]") for k, v in value.items()]
         return {"$": "dict", "k": keys, "v": values}
 
 
@@ -339,7 +381,7 @@ class Decoder:
             "dtype": lambda f: _DTYPES[f["v"]],
             "device": lambda f: torch.device(f["v"]),
             "slice": lambda f: slice(*self._parts(f)),
-            "range": lambda f: range(*[int(v) for v in f["v"]]),
+            "range": lambda f: range(*self._parts(f)),
             "ellipsis": lambda _: Ellipsis,
             "kept": self._kept,
             "cache": lambda f: Cache.of(self.decode(f["v"])),
@@ -422,8 +464,22 @@ class Decoder:
             and issubclass(found, tuple)
             and list(getattr(found, "_fields", ())) == fields
         ):
-            found = namedtuple(form["name"].rpartition(".")[2], fields)  # type: ignore[misc]
+            found = _named_like(form["name"].rpartition(".")[2], tuple(fields))
         return tuple.__new__(found, self._parts(form))
+
+
+@lru_cache(256)
+def _named_like(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    """A named tuple, for a reader that lacks the class.
+
+    Raises:
+        TypeError, ValueError: there can be none such.
+    """
+    # Renamed, since a class that was made so has fields `_0`, `_1`.
+    made = namedtuple(name, fields, rename=True)  # type: ignore[misc]
+    if made._fields != fields:
+        raise ValueError(f"{fields} cannot be the fields of a named tuple")
+    return made
 
 
 def loaded(module: str, name: str) -> Any:
@@ -545,10 +601,18 @@ def _text(value: str) -> Json:
 
 
 def _base_of(value: Any) -> Any:
-    for base in (int, float, str):
-        if isinstance(value, base):
-            return base(getattr(value, "value", value))
-    raise TypeError(type(value))
+    """The number or text that an object of a subclass is; nothing of the subclass is asked."""
+    if isinstance(value, int):
+        return int.__int__(value)
+    return float.__float__(value) if isinstance(value, float) else str.__str__(value)
+
+
+def _shown(key: Any) -> str:
+    """A key, for messages."""
+    try:
+        return repr(key)
+    except ValueError:  # a number of too many digits
+        return f"of type {type(key).__name__}"
 
 
 def _index(value: Any) -> int:
@@ -558,6 +622,6 @@ def _index(value: Any) -> int:
 
 
 def _short(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 4300:
+    if not isinstance(value, str) or len(value) > _DIGITS + 1:
         raise ProtocolError("A whole number is too long.")
     return value

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 import torch
 
-from nnsight_core.errors import ProtocolError
+from nnsight_core.errors import EncodeError, ProtocolError, SaveLimitError
 
 VERSION = 1
 """Major version of the protocol that this code speaks; another one is refused."""
@@ -36,6 +36,12 @@ _PREFIX = struct.Struct("<4sBBHIQ")
 _ZSTD = 1
 _WORTH_COMPRESSING = 1 << 16
 _MAX_HEADER = 1 << 28
+_LENGTH = 24
+"""Bytes that the length of a buffer may take in the header, beside what is sealed."""
+_TOO_LONG = (
+    f"{{}} bytes beside tensors and arrays are more than a message may have ({_MAX_HEADER}). Use a "
+    "tensor or an array instead of a list of numbers."
+)
 _NONE = memoryview(b"")
 
 Buffer = bytes | bytearray | memoryview
@@ -55,6 +61,25 @@ class Frame:
     buffers: list[Buffer] = field(default_factory=list)
     lengths: list[int] | None = None
     coming: AsyncIterable[Buffer] | None = None
+    _sealed: bytes | None = field(default=None, init=False, compare=False, repr=False)
+
+    def seal(self) -> bytes:
+        """The header as JSON, made once: whoever sends the frame cannot refuse it any more.
+
+        Raises:
+            EncodeError: JSON cannot say what is in the header.
+            SaveLimitError: no reader would take so much.
+        """
+        if self._sealed is None:
+            try:
+                made = _json(self.header)
+            except (TypeError, ValueError) as error:
+                raise EncodeError(f"A value cannot be written as JSON: {error}.") from None
+            size = len(made) + _LENGTH * (len(self.buffers) + 1)
+            if size > _MAX_HEADER:
+                raise SaveLimitError(_TOO_LONG.format(size))
+            self._sealed = made
+        return self._sealed
 
     @property
     def sizes(self) -> list[int]:
@@ -85,6 +110,8 @@ class Frame:
 
     def _head(self, lengths: list[int], size: int, flags: int = 0) -> bytes:
         header = _json({**self.header, "buffers": lengths})
+        if len(header) > _MAX_HEADER:
+            raise EncodeError(_TOO_LONG.format(len(header)))
         return _PREFIX.pack(_MAGIC, VERSION, flags, 0, len(header), size) + header
 
 
@@ -307,7 +334,10 @@ def _padded(lengths: list[int]) -> int:
 def _json(header: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(header)
-    except TypeError:  # a text with a lone surrogate (a strange file name), which UTF-8 has not
+    except TypeError as error:
+        if "surrogates" not in str(error):
+            raise
+        # A text has a lone surrogate (a strange file name), which UTF-8 has not.
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "replace")
 

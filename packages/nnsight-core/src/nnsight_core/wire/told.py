@@ -8,6 +8,7 @@ then is what a run that was never streamed brings home.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,33 +33,61 @@ class _Sent:
         self.value = value
         self.held = _state(value)
 
+    def grow(self, added: Any) -> None:
+        """What it has got since was told as well."""
+        _, parts = self.held
+        if type(added) is list:
+            parts.extend(map(_state, added))
+        else:
+            parts.update({key: _state(part) for key, part in added.items()})
+
 
 class Told:
     """What was told of one run's saves."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
+        self._refused: set[str] = set()
 
     def news(self, found: dict[str, Any]) -> News:
-        """What is new by now, as far as a look at each name shows it."""
+        """What is new by now, as far as a look at each name shows it; `went` says what of it went.
+
+        A name that could not be told is left for the end.
+        """
         saves: dict[str, Any] = {}
         more: dict[str, Any] = {}
         for name, value in found.items():
             sent = self._sent.get(name)
+            if name in self._refused:
+                continue
             if sent is None or not _same(sent.value, value):
                 saves[name] = value
-                self._sent[name] = _Sent(value)
             else:
                 added = _growth(sent, value)
                 if added:
                     more[name] = added
         return News(saves, more, self._gone(found))
 
+    def went(self, news: News, names: Container[str]) -> None:
+        """Of some news, these names were told; what the others hold could not be."""
+        for name, value in news.saves.items():
+            if name in names:
+                self._sent[name] = _Sent(value)
+        for name, added in news.more.items():
+            if name in names:
+                self._sent[name].grow(added)
+        self._refused.update(name for name in (*news.saves, *news.more) if name not in names)
+
     def rest(self, found: dict[str, Any]) -> News:
         """What is still to be told when the run has ended, found by looking at everything."""
+        refused, self._refused = self._refused, set()
         news = self.news(found)
+        self.went(news, found)
         for name, value in found.items():
-            if name not in news.saves and not _equal(self._sent[name].held, _state(value)):
+            if name in news.saves:
+                continue
+            # What could not be told is tried again whole, so that its error says where it lies.
+            if name in refused or not _equal(self._sent[name].held, _state(value)):
                 news.more.pop(name, None)
                 news.saves[name] = value
         return news
@@ -78,13 +107,10 @@ def _growth(sent: _Sent, value: Any) -> Any:
     """What a list or dict that was told has got since; None if that does not say it."""
     _, parts = sent.held
     if type(value) is list and len(value) > len(parts):
-        added: Any = value[len(parts) :]
-        parts.extend(map(_state, added))
-        return added
+        return value[len(parts) :]
     if type(value) is dict and len(value) > len(parts):
         added = {key: part for key, part in value.items() if key not in parts}
         if len(added) + len(parts) == len(value):
-            parts.update({key: _state(part) for key, part in added.items()})
             return added
     return None
 
@@ -121,7 +147,7 @@ def _equal(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     if kind is list or kind is tuple:
         return len(held) == len(other[1]) and all(map(_equal, held, other[1]))
     if kind is dict:
-        return held.keys() == other[1].keys() and all(
+        return list(held) == list(other[1]) and all(
             _equal(part, other[1][key]) for key, part in held.items()
         )
     return held == other[1]

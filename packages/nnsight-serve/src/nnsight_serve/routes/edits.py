@@ -10,7 +10,7 @@ from nnsight_core.backend import EditInfo, EditList
 from nnsight_core.errors import EngineDeadError, PolicyError
 from nnsight_core.wire.frames import MEDIA_TYPE
 from nnsight_serve.body import ANSWERED, BODY, decoded, read_frame
-from nnsight_serve.engine import Engine, edits_of, while_alive
+from nnsight_serve.engine import Engine, edits_of, served_by, while_alive
 from nnsight_serve.incoming import install_of
 from nnsight_serve.policy import policy_of
 from nnsight_serve.refusals import Refused, refusals
@@ -50,12 +50,13 @@ async def install(request: Request, engine: Engine) -> Response:
     error of the block.
     """
     state = request.app.state
+    caller = request.state.caller
     frame = await read_frame(request)
     with decoded():
-        asked = await asyncio.to_thread(install_of, frame, policy_of(request))
+        owns = state.handles.owned_by(caller)
+        asked = await asyncio.to_thread(install_of, frame, policy_of(request), owns)
         blobs = state.uploads.take(asked.needs, asked.blobs)
     request.state.account.take(1)
-    caller = request.state.caller
     await while_alive(engine.sweep())
     room = (caller, engine.edits.held(), asked.carried.size(blobs))
     try:
@@ -67,7 +68,7 @@ async def install(request: Request, engine: Engine) -> Response:
     except EngineDeadError as error:
         raise Refused(503, error) from None
     installed = Installed(edit=info, **edits_of(engine).model_dump())
-    return JSONResponse(installed.model_dump(mode="json"))
+    return JSONResponse(installed.model_dump(mode="json"), headers=served_by(request))
 
 
 @routes.delete("/edits", responses=refusals(403))

@@ -3,7 +3,9 @@
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from nnsight_serve.body import json_body, read_json
 from nnsight_serve.engine import Engine, while_alive
+from nnsight_serve.refusals import refusals
 
 routes = APIRouter()
 
@@ -38,9 +40,12 @@ async def kept(request: Request, engine: Engine) -> KeptList:
     return KeptList(kept=rows)
 
 
-@routes.post("/kept/free")
-async def free(request: Request, engine: Engine, freed: Freed) -> KeptList:
+@routes.post(
+    "/kept/free", responses=refusals(400, 413), openapi_extra={"requestBody": json_body(Freed)}
+)
+async def free(request: Request, engine: Engine) -> KeptList:
     """Let values of the caller's go; those that are not there are passed over."""
+    freed = await read_json(request, Freed)
     ids = request.app.state.handles.of(request.state.caller, freed.ids)
     request.app.state.handles.freed(ids)
     await while_alive(engine.rpc("nnsight_let_go", ids, freed.why))

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from nnsight_core.tree import ModelTree
 from nnsight_core.wire.frames import VERSION
-from nnsight_serve.engine import Engine, while_alive
+from nnsight_serve.engine import Engine, served_by, while_alive
 from nnsight_vllm_worker.prompts import sampling_names
 from nnsight_vllm_worker.settings import SETTINGS
 
@@ -56,5 +56,6 @@ async def model(request: Request, engine: Engine) -> JSONResponse:
             "max_body": request.app.state.bodies.of_one,
             "live": counts["live"],
             "counts": counts,
-        }
+        },
+        headers=served_by(request),
     )

@@ -1,11 +1,12 @@
 """What any OpenAI client asks of a server, answered by vLLM's own code."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from nnsight_serve.engine import Engine
-from nnsight_serve.openai import Passed
+from nnsight_serve.openai import Passed, prompts_in
 from nnsight_serve.refusals import refusals
 
 _BODY = {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
@@ -22,8 +23,10 @@ routes = APIRouter()
 @routes.post("/chat/completions", responses=_ANSWERS, openapi_extra={"requestBody": _BODY})
 async def generate(request: Request, _: Engine) -> Passed:
     """As vLLM has it, on this engine; `edits` in the body chooses among the installed edits."""
-    request.state.account.take(1)
-    return await models(request, _)
+    body = await request.body()
+    # It is read as vLLM reads it, so that both see the same prompts.
+    request.state.account.take(await asyncio.to_thread(prompts_in, body))
+    return Passed(request.app.state.openai, body)
 
 
 @routes.get("/models", responses=_ANSWERS)

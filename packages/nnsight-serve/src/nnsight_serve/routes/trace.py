@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from nnsight_serve.body import ANSWERED, BODY, decoded, read_frame
-from nnsight_serve.engine import Engine
+from nnsight_serve.engine import Engine, served_by
 from nnsight_serve.incoming import Trace, trace_of
 from nnsight_serve.outgoing import FrameResponse, frames_of
 from nnsight_serve.policy import policy_of
@@ -23,13 +23,14 @@ routes = APIRouter()
 async def trace(request: Request, engine: Engine) -> FrameResponse:
     """Run the trace that the body is; what becomes of it is streamed back."""
     state = request.app.state
+    caller = request.state.caller
     frame = await read_frame(request)
+    about = policy_of(request), state.limits.fit, state.handles.owned_by(caller)
     with decoded():
         # In a thread: to hash what is large would make every other request wait.
-        asked = await asyncio.to_thread(trace_of, frame, policy_of(request))
+        asked = await asyncio.to_thread(trace_of, frame, *about)
         asked.blobs = state.uploads.take(asked.needs, asked.blobs)
     _choose(engine, asked)
-    caller = request.state.caller
     freed = state.handles.of(caller, asked.freed)
     if freed:
         state.handles.freed(freed)
@@ -37,7 +38,7 @@ async def trace(request: Request, engine: Engine) -> FrameResponse:
     account = request.state.account
     account.take(len(asked.requests))
     frames = account.watch(frames_of(engine, asked, state.handles, caller))
-    return FrameResponse(frames, asked.zstd)
+    return FrameResponse(frames, asked.zstd, served_by(request))
 
 
 def _choose(engine: Engine, asked: Trace) -> None:

@@ -57,6 +57,20 @@ def check_kind(config: Any, pooling: bool) -> None:
             raise EngineError(f"{config.model} {kind}: it cannot be traced yet.")
 
 
+def check_room(config: Any, tokens: int) -> None:
+    """Refuse an engine whose passes are too small for the one that its locations are recorded with.
+
+    Raises:
+        EngineError: they are.
+    """
+    most = config.max_num_batched_tokens
+    if most < tokens:
+        raise EngineError(
+            f"max_num_batched_tokens={most} cannot be had: when the engine starts, its model is "
+            f"run on {tokens} tokens to see what its locations hold. Give it {tokens} or more."
+        )
+
+
 def _lacks(owner: Any, what: str) -> str:
     import vllm
 

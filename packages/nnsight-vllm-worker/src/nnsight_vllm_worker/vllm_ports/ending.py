@@ -19,6 +19,8 @@ from typing import Any
 
 from nnsight_core.errors import EngineError
 
+EMBEDDED = -1
+"""Stands for the token of each row of a prompt that came as embeddings."""
 _CHANGED = "vLLM's rules for the end of a request are not those that nnsight was written for"
 
 
@@ -49,8 +51,8 @@ class Ending:
                 cached_tokenizer_from_config(config),
                 SimpleNamespace(  # type: ignore[arg-type]
                     request_id=request,
-                    prompt_token_ids=prompt,
-                    prompt_embeds=None,
+                    prompt_token_ids=None if prompt[:1] == [EMBEDDED] else prompt,
+                    prompt_embeds=prompt,
                     sampling_params=params,
                 ),
             )

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from nnsight_vllm_worker.vllm_ports import token_ids
 from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_methods
 from nnsight_vllm_worker.vllm_ports.scheduling import WHOLE
 
@@ -35,7 +36,7 @@ class Marks(NamedTuple):
 
 
 def mark_requests(engine: Any, marks: Callable[[str, str, dict[str, Any]], Marks | None]) -> None:
-    """Have each request marked before it is sent.
+    """Have each request checked and marked before it is sent.
 
     Args:
         engine: `LLM.llm_engine`, or an `AsyncLLM`.
@@ -47,11 +48,12 @@ def mark_requests(engine: Any, marks: Callable[[str, str, dict[str, Any]], Marks
     processor = engine.output_processor
     check_methods(processor, {"add_request": ("request", "prompt", "parent_req")})
     check_attributes(processor, ("request_states",))
-    add = processor.add_request
+    add, check = processor.add_request, token_ids.checker(engine)
 
     def add_request(
         request: Any, prompt: Any, parent_req: Any = None, *rest: Any, **named: Any
     ) -> Any:
+        check(request)
         params = request.sampling_params
         if params is not None:
             parent = request.request_id if parent_req is None else parent_req.request_id

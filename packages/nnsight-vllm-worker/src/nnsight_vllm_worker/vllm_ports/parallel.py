@@ -10,11 +10,14 @@ Relies on (vLLM 0.26.0 and 0.27.1):
   (columns of each fused part on a rank), and its class's own: `gather_output`, `input_is_parallel`,
   `reduce_results`, `num_kv_head_replicas`. What a LoRA wraps is its `base_layer`.
 - `VocabParallelEmbedding` holds rows of the vocabulary, and its output is whole.
-- A feed-forward part ends with `down_proj`. `Attention` gives each rank's heads; activations
+  `LogitsProcessor` takes whole hidden states, with that layer.
+- A feed-forward part ends with `down_proj`. `Attention` gives each rank's heads: `num_heads` of
+  width `head_size_v`, or `v_head_dim` where they are latent; activations
   `...AndMul` of `layers/activation.py` make one column of two. Experts give back what has been
   reduced, unless `skip_final_all_reduce`, whether each rank has a part of every expert or some
   experts whole: without data parallelism all ranks have all tokens. `RoutedExperts` holds them.
 - The CPU's kernels for experts take no heed of which of them a rank has.
+- `load_format="dummy"` draws parameters and persistent buffers from one seed on every rank.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from nnsight_core.errors import EngineError
+from nnsight_core.locations import Location
 from nnsight_vllm_worker.group import Group
 from nnsight_vllm_worker.layouts import SUM, Layout, Piece, Shared, Split, Unknown, split
 from nnsight_vllm_worker.shards import close, some
@@ -34,6 +38,7 @@ from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_method
 
 _GROUP = ("ranks", "rank_in_group", "world_size", "device_group", "cpu_group")
 _CHUNKS = (1 << 20, 16)
+_LOGITS = "LogitsProcessor"
 _OF_ALL = frozenset(
     ("head_dim", "head_size", "hidden_size", "embed_dim", "input_size", "output_size", "layer_idx")
     + ("total_num_heads", "total_num_kv_heads", "vocab_size", "org_vocab_size", "top_k")
@@ -135,6 +140,7 @@ class Layers:
 
     Attributes:
         meeting: the modules in which ranks meet, besides those that are known to.
+        recorded: how the ranks hold the tensors of each location, by its name, as it was recorded.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
@@ -153,6 +159,7 @@ class Layers:
         self._modules = modules
         self._whole_tensors: set[str] = set()
         self.meeting: set[str] = set()
+        self.recorded: dict[str, tuple[Layout, ...]] = {}
         self._foreign = {
             f"{path}.{name}".removesuffix(".")
             for path, module in modules.items()
@@ -164,6 +171,12 @@ class Layers:
             for module in modules.values()
             if isinstance(module, RoutedExperts)
             for part in module.modules()
+        }
+        self._together = {
+            above
+            for path, module in modules.items()
+            if self._joint(_bare(module))
+            for above in _and_above(path)
         }
 
     def told(
@@ -183,15 +196,30 @@ class Layers:
             return self._of_linear(layer, side)
         if isinstance(layer, self._embedding.VocabParallelEmbedding) and side == "output":
             return {0: None}
+        if type(layer).__name__ == _LOGITS and side == "input":
+            return {0: None}
         if side == "output" and self._ends_unreduced(layer):
             return {0: SUM}
         if isinstance(layer, self._attention) and side == "output":
-            return {0: split(tensors[0][0].numel())}
+            return {0: _of_heads(layer, tensors[0])}
         if isinstance(layer, self._experts) and side == "output":
             return {0: SUM if _unreduced(layer) else None}
         if type(layer).__module__ == self._activations and side == "output" and entry:
             return _halved(tensors[0], entry[0])
         return {}
+
+    def held(self, path: str, side: str) -> tuple[Layout, ...] | None:
+        """How the ranks hold what a module takes or gives; None if nobody knows.
+
+        A linear layer knows it of its first tensor, also where nothing has called it.
+        """
+        layer = _bare(self._modules[path])
+        recorded = self.recorded.get(str(Location(path, side)))
+        plain = isinstance(layer, self._linear.LinearBase) and path not in self._foreign
+        if not plain or layer.tp_size == 1:
+            return recorded
+        first, *rest = recorded or (None,)
+        return (self._of_linear(layer, side).get(0, first), *rest)
 
     def _ends_unreduced(self, layer: Any) -> bool:
         """Whether a feed-forward part leaves it to what is around it to add up its summands.
@@ -203,8 +231,12 @@ class Layers:
             _bare(down).reduce_results or _bare(down).tp_size == 1
         )
 
-    def compare(self, agree: Callable[[Any], list[Any]]) -> None:
-        """Find out which tensors each rank holds whole; called on all ranks, once."""
+    def compare(self, agree: Callable[[Any], list[Any]], dummy: bool) -> None:
+        """Find out which tensors each rank holds whole; called on all ranks, once.
+
+        Args:
+            dummy: whether what would be loaded is alike on all ranks, so that this says nothing.
+        """
         mine = {
             f"{path}.{name}": (tuple(tensor.shape), some(tensor))
             for path, module in self._modules.items()
@@ -212,6 +244,8 @@ class Layers:
             for held in (module._parameters, module._buffers)
             for name, tensor in held.items()
             if tensor is not None and not hasattr(tensor, "weight_loader")
+            # Where ranks work together, one may have loaded its part of it.
+            if not (dummy and self.together(path)) or name in module._non_persistent_buffers_set
         }
         every = agree(mine)
         self._whole_tensors = {
@@ -292,13 +326,17 @@ class Layers:
         """Whether a module computes on one rank alone what all of them would."""
         if any(met == path or met.startswith(f"{path}.") for met in self.meeting) or not path:
             return False
-        return not any(self._joint(_bare(part)) for part in self._modules[path].modules())
+        return not self.together(path)
+
+    def together(self, path: str) -> bool:
+        """Whether ranks work together at a module, or at anything in it."""
+        return path in self._together
 
     def _joint(self, layer: nn.Module) -> bool:
         linear = isinstance(layer, self._linear.LinearBase) and layer.tp_size > 1
         kinds = (self._embedding.VocabParallelEmbedding, *self._attention, self._experts)
         name = type(layer).__name__
-        known = isinstance(layer, kinds) or name == "LogitsProcessor"
+        known = isinstance(layer, kinds) or name == _LOGITS
         return linear or known or id(layer) in self._dealt
 
     def _of_linear(self, layer: Any, side: str) -> dict[int, Layout]:
@@ -329,6 +367,22 @@ class Layers:
 
 def _unreduced(experts: Any) -> bool:
     return experts.moe_config.skip_final_all_reduce
+
+
+def _of_heads(attention: Any, tensor: Tensor) -> Layout:
+    latent = hasattr(attention, "v_head_dim")
+    width = attention.v_head_dim if latent else attention.head_size_v
+    if tensor[0].numel() != attention.num_heads * width:
+        return Unknown("it is not as wide as the heads of a rank")
+    return split(attention.num_heads * width)
+
+
+def _and_above(path: str) -> Iterator[str]:
+    """A path, and those of all modules around it."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
 
 
 def _bare(module: Any) -> Any:

@@ -5,8 +5,9 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/worker/gpu_model_runner.py` and its 
   `_determine_batch_execution_and_padding(force_eager=)` once per step that has tokens how it is to
   run, and runs the model and its `compute_logits`; it leaves `execute_model_state` with `logits`,
   or None where there is nothing to sample.
-- `sample_tokens(grammar_output)` samples from that state through `_sample(logits, ...)`, whose
-  `sampled_token_ids` (`[requests, 1]`) the engine goes on with.
+- `sample_tokens(grammar_output)` samples from that state through `_sample(logits, ...)`. That calls
+  `sampler.sample(logits, sampling_metadata)`, which gives the ids (`[requests]`) first, and then
+  looks up their logprobs and gives both to the engine.
 - `input_batch.req_ids` is the batch's order; `scheduler_output.num_scheduled_tokens` the tokens,
   which follow the `input_batch.num_computed_tokens_cpu` first ones of the request, of which
   `requests[id].num_tokens` are known. A pass that runs all of these draws the next.
@@ -21,12 +22,19 @@ from typing import Any
 
 import torch
 
+from nnsight_vllm_worker.record import SIZES
 from nnsight_vllm_worker.steady import Repeats
 from nnsight_vllm_worker.step import Passes
 from nnsight_vllm_worker.traced import Part
 from nnsight_vllm_worker.vllm_ports import ending
 from nnsight_vllm_worker.vllm_ports.arrivals import arrivals
-from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_kind, check_methods
+from nnsight_vllm_worker.vllm_ports.checks import (
+    check_attributes,
+    check_kind,
+    check_methods,
+    check_room,
+)
+from nnsight_vllm_worker.vllm_ports.drawn import Drawn
 from nnsight_vllm_worker.vllm_ports.scheduling import end_requests
 
 _METHODS = {
@@ -46,13 +54,17 @@ class RunnerV1:
     def __init__(self, runner: Any) -> None:
         check_methods(runner, _METHODS)
         check_attributes(runner, ("input_batch", "execute_model_state", "device", "vllm_config"))
-        check_attributes(runner, ("requests", "lora_config", "is_pooling_model"))
+        check_attributes(runner, ("requests", "lora_config", "is_pooling_model", "sampler"))
+        check_methods(runner.sampler, {"sample": ("logits", "sampling_metadata")})
         check_attributes(runner.input_batch, ("req_ids", "num_computed_tokens_cpu"))
         ending.check()
         check_kind(runner.vllm_config.model_config, pooling=runner.is_pooling_model)
+        check_room(runner.vllm_config.scheduler_config, max(tokens for tokens, _ in SIZES))
         self._runner = runner
         self._scheduled: dict[str, int] | None = None
+        self._sampling = False
         self._repeats = Repeats()
+        self._drawn = Drawn()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -77,9 +89,10 @@ class RunnerV1:
         """From now on, report every step."""
         runner = self._runner
         execute, determine = runner.execute_model, runner._determine_batch_execution_and_padding
-        sample_tokens, sample = runner.sample_tokens, runner._sample
+        sample_tokens, sample, draw = runner.sample_tokens, runner._sample, runner.sampler.sample
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._drawn.gone(scheduler_output.finished_req_ids)
             steps.requests(arrivals(scheduler_output), scheduler_output.finished_req_ids)
             self._scheduled = scheduler_output.num_scheduled_tokens
             try:
@@ -108,22 +121,33 @@ class RunnerV1:
             return output
 
         def sample_ids(*args: Any, **kwargs: Any) -> Any:
-            output = sample(*args, **kwargs)
-            steps.samples(output.sampled_token_ids)
-            return output
+            self._sampling = True
+            try:
+                return sample(*args, **kwargs)
+            finally:
+                self._sampling = False
+
+        def draw_ids(*args: Any, **kwargs: Any) -> Any:
+            drawn, processed = draw(*args, **kwargs)
+            if self._sampling:
+                # Before their logprobs are looked up, so that these are of what a block writes.
+                steps.samples(drawn.unsqueeze(-1))
+            return drawn, processed
 
         runner.execute_model = execute_model
         runner._determine_batch_execution_and_padding = determine_batch
         runner.sample_tokens, runner._sample = sample_all, sample_ids
+        runner.sampler.sample = draw_ids
 
     def _begin(self, steps: Passes, scheduled: dict[str, int]) -> None:
         held = self._runner.input_batch
         tokens = [(request, scheduled[request]) for request in held.req_ids]
         computed = held.num_computed_tokens_cpu[: len(tokens)]
         if steps.lasting and self._repeats.goes_on(tokens, computed):
+            self._drawn.again()
             steps.again()
             return
-        batch = self._batch(scheduled)
+        batch = self._drawn.begin(self._batch(scheduled))
         self._repeats.begin(tokens, [part.computed for part in batch])
         steps.begin(batch)
 

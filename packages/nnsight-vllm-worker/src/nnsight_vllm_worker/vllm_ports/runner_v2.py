@@ -9,8 +9,8 @@ Relies on (vLLM 0.26.0 and 0.27.1, `vllm/v1/worker/gpu/model_runner.py`):
   `req_states.num_computed_tokens_np` tokens have run and `req_states.prefill_len.np` were known
   when it came; each later one is known when it is drawn.
 - `sample_tokens` calls `sample(hidden_states, input_batch, grammar_output)`, which calls the
-  model's `compute_logits` (`[requests, vocab]`) and gives back first an output whose
-  `sampled_token_ids` are `[requests, 1]`.
+  model's `compute_logits` (`[requests, vocab]`) and then `sampler.sample(logits, ...)`. That gives
+  the ids (`[requests]`) first; what is made of them, their logprobs among it, comes later.
 - a request that was preempted comes again among the new ones, under its old id.
 - `_dummy_run(num_tokens, skip_attn=True, is_profile=True)` runs the model without requests, graphs
   and keys and values, and gives back its hidden states.
@@ -22,12 +22,19 @@ from typing import Any
 
 import torch
 
+from nnsight_vllm_worker.record import SIZES
 from nnsight_vllm_worker.steady import Repeats
 from nnsight_vllm_worker.step import Passes
 from nnsight_vllm_worker.traced import Part
 from nnsight_vllm_worker.vllm_ports import breaks, ending
 from nnsight_vllm_worker.vllm_ports.arrivals import arrivals
-from nnsight_vllm_worker.vllm_ports.checks import check_attributes, check_kind, check_methods
+from nnsight_vllm_worker.vllm_ports.checks import (
+    check_attributes,
+    check_kind,
+    check_methods,
+    check_room,
+)
+from nnsight_vllm_worker.vllm_ports.drawn import Drawn
 from nnsight_vllm_worker.vllm_ports.scheduling import end_requests
 
 _METHODS = {
@@ -57,6 +64,7 @@ class RunnerV2:
         ending.check()
         breaks.keep_forwards()
         check_kind(runner.vllm_config.model_config, pooling=runner.is_pooling_model)
+        check_room(runner.vllm_config.scheduler_config, max(tokens for tokens, _ in SIZES))
         self._runner = runner
         self._modes = CUDAGraphMode
         self._sort = model_runner.sort_batch_req_ids
@@ -65,6 +73,7 @@ class RunnerV2:
         self._sampling = False
         self._breaks: breaks.At = ()
         self._repeats = Repeats()
+        self._drawn = Drawn()
         self._indices: list[int] = []
 
     @property
@@ -95,11 +104,14 @@ class RunnerV2:
         check_attributes(graphs, ("graphs", "pool", "device"))
         broken = breaks.Breaks(graphs, steps.taps)
         execute, dispatch, full = runner.execute_model, graphs.dispatch, graphs.run_fullgraph
+        check_methods(runner.sampler, {"sample": ("logits",)})
         sample_tokens, sample, head = runner.sample_tokens, runner.sample, model.compute_logits
+        draw = runner.sampler.sample
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dummy_run") or len(args) > 1:
                 return execute(scheduler_output, *args, **kwargs)
+            self._drawn.gone(scheduler_output.finished_req_ids)
             steps.requests(arrivals(scheduler_output), scheduler_output.finished_req_ids)
             self._scheduled = scheduler_output.num_scheduled_tokens
             try:
@@ -137,20 +149,24 @@ class RunnerV2:
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
             logits = head(*args, **kwargs)
+            # Outside of it, they are for logprobs of prompts.
             if self._sampling:
-                # Once: what comes later is for logprobs of prompts.
-                self._sampling = False
                 steps.logits(logits)
             return logits
 
         def sample_ids(*args: Any, **kwargs: Any) -> Any:
             self._sampling = True
             try:
-                output = sample(*args, **kwargs)
+                return sample(*args, **kwargs)
             finally:
                 self._sampling = False
-            steps.samples(output[0].sampled_token_ids)
-            return output
+
+        def draw_ids(*args: Any, **kwargs: Any) -> Any:
+            drawn, processed = draw(*args, **kwargs)
+            if self._sampling:
+                # Before their logprobs are looked up, so that these are of what a block writes.
+                steps.samples(drawn.view(-1, 1))
+            return drawn, processed
 
         def sample_all(*args: Any, **kwargs: Any) -> Any:
             output = sample_tokens(*args, **kwargs)
@@ -167,9 +183,10 @@ class RunnerV2:
     def _begin(self, steps: Passes, scheduled: dict[str, int]) -> None:
         tokens, computed = [*scheduled.items()], self._runner.req_states.num_computed_tokens_np
         if steps.lasting and self._repeats.goes_on(tokens, computed[self._indices]):
+            self._drawn.again()
             steps.again()
             return
-        batch = self._batch(scheduled)
+        batch = self._drawn.begin(self._batch(scheduled))
         indices = self._runner.req_states.req_id_to_index
         self._indices = [indices[part.request] for part in batch]
         self._repeats.begin(tokens, [part.computed for part in batch])

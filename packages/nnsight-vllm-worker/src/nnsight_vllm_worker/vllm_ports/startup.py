@@ -123,7 +123,8 @@ def add_request(llm: Any, key: str, request: Any) -> None:
     with refusals():
         rendered = llm._preprocess_cmpl_one(request.prompt)
     check_room(llm.llm_engine.vllm_config, request, rendered)
-    llm.llm_engine.add_request(key, rendered, request.params, lora_request=request.lora)
+    with refusals():
+        llm.llm_engine.add_request(key, rendered, request.params, lora_request=request.lora)
 
 
 def check_room(config: Any, request: Any, rendered: Any) -> None:
