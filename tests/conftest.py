@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where there is a GPU, the worker's tests run on it and are marked so (`make test-gpu`)."""
     import torch
 
+    # With AMX, vLLM refuses experts and Mamba layers of single precision, as they are here.
+    torch.cpu._is_amx_tile_supported = lambda: False  # type: ignore[assignment]
     if SERVED or RANKS > 1:
         items[:] = [item for item in items if item.get_closest_marker("local") is None]
     if torch.cuda.is_available():
@@ -131,19 +132,6 @@ def _small_engine(name: str) -> Any:
     return _engine(_prepare(name), num_gpu_blocks_override=300)
 
 
-@contextmanager
-def plain_experts() -> Iterator[None]:
-    """Within it, engines take the kernels that take experts of single precision.
-
-    On a CPU with AMX, vLLM refuses them otherwise.
-    """
-    import torch
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        yield
-
-
 def _mixture(name: str) -> VLLM:
     """An engine of a mixture of experts, whatever other engines this process has.
 
@@ -156,8 +144,7 @@ def _mixture(name: str) -> VLLM:
         backend = torch.distributed.get_backend(parallel_state.get_world_group().device_group)
         group = parallel_state.init_model_parallel_group([[0]], 0, backend, group_name="ep")
         parallel_state._EP = group
-    with plain_experts():
-        return _small_engine(name)
+    return _small_engine(name)
 
 
 @pytest.fixture(scope="session")

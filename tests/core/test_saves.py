@@ -6,6 +6,7 @@ import linecache
 import warnings
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -278,10 +279,13 @@ def test_parts_of_a_saved_container_are_as_they_were_when_they_were_saved() -> N
         h[:] = 1
         whole, named = [h].save(), {"h": h}.save()
         array = h.numpy().save()
+        counted = numpy.ones(2).save()
+        counted += 1
         h[:] = 2
         whole.append(h)
     assert [float(x[0, 0]) for x in whole] == [1, 2]
     assert float(named["h"][0, 0]) == 1 and float(array[0, 0]) == 1
+    assert counted.tolist() == [1, 1]
 
 
 def test_a_name_from_outside_is_not_bound_to_what_it_is_equal_to() -> None:
@@ -311,3 +315,13 @@ def test_which_state_a_container_is_to_have_must_be_clear() -> None:
         h[:] = 5
         log.append(h)
     assert float(log[0][0, 0]) == 5 != float(before[0, 0])
+
+
+def test_a_container_whose_parts_have_changed_stays_one_under_two_names() -> None:
+    model = wired.make()
+    with model.trace(wired.X):
+        h = model[0].output
+        one = [h].save()
+        two = one
+        h[:] = 2
+    assert one is two and float(one[0][0, 0]) != 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import timeit
 from typing import Any
 
 import numpy
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from nnsight_core import TorchModel, save
 from nnsight_core.snapshots import Snapshots
-from nnsight_core.wire.code import content_of
 from tests.core import nets, wired
 
 X = nets.X
@@ -60,7 +58,7 @@ def test_sampling_arguments_are_those_of_the_with() -> None:
             with tracer.invoke(X, stop=stop):
                 M.embed.output.save()
             stop.append(text)
-        seen = [invoke.sampling["stop"] for invoke in tracer._invokes]
+        seen = [along.as_it_was()[1]["stop"] for _, along in tracer._along]
         raise KeyError  # the model here samples nothing
     assert seen == [["a"], ["a", "b"]]
 
@@ -77,7 +75,7 @@ def test_what_was_saved_above_the_invokes_is_shared() -> None:
 
 
 def taken(snapshots: Snapshots, value: Any) -> Any:
-    return snapshots.take([value])[0]
+    return snapshots.take([value]).copies[0]
 
 
 @pytest.mark.parametrize(
@@ -112,14 +110,14 @@ def test_a_part_that_was_taken_anew_by_itself_is_new_in_the_whole_too() -> None:
     assert taken(snapshots, inner) == [1, 2]
     assert taken(snapshots, whole) == [[1, 2]]
     inner.pop()
-    one, other = snapshots.take([inner, whole])
+    one, other = snapshots.take([inner, whole]).copies
     assert other[0] is one and one == [1]
 
 
 def test_two_names_of_one_object_stay_one_object() -> None:
     snapshots, inner = Snapshots(), [1]
     for _ in range(2):
-        one, two, three = snapshots.take([inner, inner, (inner, 1)])
+        one, two, three = snapshots.take([inner, inner, (inner, 1)]).copies
         assert one is two is three[0] is not inner
 
 
@@ -129,7 +127,7 @@ def test_containers_that_hold_themselves() -> None:
     pair = (loop,)
     loop += [loop, pair]
     for _ in range(2):
-        first, held = snapshots.take([loop, pair])
+        first, held = snapshots.take([loop, pair]).copies
         assert first is not loop and first[1] is first and first[2] is held and held[0] is first
     again = taken(snapshots, loop)
     assert again is first
@@ -169,28 +167,24 @@ def test_parameters_and_tensors_of_inference_mode() -> None:
     parameter = nn.Parameter(torch.ones(2))
     with torch.inference_mode():
         frozen = torch.ones(2)
-        one, two = Snapshots().take([parameter, frozen])
+        one, two = Snapshots().take([parameter, frozen]).copies
     assert type(one) is nn.Parameter and one.requires_grad and one is not parameter
     assert not two.is_inference() and torch.equal(two, frozen)
 
 
-def test_the_content_of_a_copy_is_named_by_that_of_the_original(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tensor = torch.rand(100, 100)
-    digest, _ = content_of(tensor)
-    copy = taken(Snapshots(), tensor)
-    monkeypatch.setattr("nnsight_core.wire.code.digest_of", lambda _: "anew")
-    assert content_of(copy)[0] == digest
-    copy += 1
-    assert content_of(copy)[0] == "anew"
+def test_a_function_knows_what_the_block_names_where_nothing_has_changed() -> None:
+    held = [1]
 
+    def add(number: int) -> None:
+        held.append(number)
 
-def test_invokes_that_share_much_are_submitted_quickly() -> None:
-    snapshots = Snapshots()
-    names = [torch.rand(64, 64), {"a": 1, "b": [1, 2, 3]}, list(range(100)), 3, "text"]
-    seconds = timeit.repeat(lambda: snapshots.take(names), number=100, repeat=10)
-    assert min(seconds) / 100 < 1e-4
+    model = wired.make()
+    with model.trace() as tracer:
+        for number in range(2):
+            with tracer.invoke(wired.X):
+                add(number)
+                seen = list(held).save()
+    assert seen == [[1, 0], [1, 1]] and held == [1]
 
 
 def test_a_trace_holds_no_copies_when_it_is_over() -> None:

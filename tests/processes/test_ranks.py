@@ -30,6 +30,7 @@ DEALT = ", experts dealt out"
 FAMILIES = ("gpt2_wide", "llama", "qwen2_moe")
 if os.environ.get("NNSIGHT_TEST_FAMILIES") == "every":
     FAMILIES += ("qwen3", "mixtral")
+AMX = torch.cpu._is_amx_tile_supported() and not torch.cuda.is_available()
 if torch.cuda.is_available():  # vLLM's kernels for the CPU cannot
     FAMILIES += tuple(name + DEALT for name in FAMILIES if name in ("qwen2_moe", "mixtral"))
 
@@ -44,8 +45,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, processes: None) -> Iterator[Pair]:
-    amx = torch.cpu._is_amx_tile_supported() and not torch.cuda.is_available()
-    if amx and request.param in ("qwen2_moe", "mixtral"):
+    if AMX and request.param in ("qwen2_moe", "mixtral"):
         pytest.skip("vLLM refuses experts of single precision on a CPU with AMX")
     path = _prepare(request.param.removesuffix(DEALT))
     dealt = {"enable_expert_parallel": True} if request.param.endswith(DEALT) else {}

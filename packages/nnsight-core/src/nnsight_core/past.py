@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,22 +19,8 @@ RECENT = 2
 _FORGET_FROM = 256
 
 
-class _Over(NamedTuple):
-    """A tensor of a visit that is over, as it was then."""
-
-    tensor: weakref.ref[Tensor]
-    version: int
-    location: Location
-    line: int
-    was: Tensor | None
-
-    def changed(self) -> bool:
-        tensor = self.tensor()
-        if tensor is None:
-            return False
-        if tensor._version != self.version:
-            return True
-        return self.was is not None and not same(tensor, self.was)
+_Over = tuple[weakref.ref[Tensor], int, Location, int, Tensor | None]
+"""A tensor of a visit that is over: its version, where, after which line, and what it held."""
 
 
 class Past:
@@ -60,8 +45,7 @@ class Past:
         for tensor in tensors:
             if type(tensor) is Tensor:
                 was = tensor.clone() if self._unseen else None
-                reference = weakref.ref(tensor)
-                self._over.append(_Over(reference, tensor._version, location, line, was))
+                self._over.append((weakref.ref(tensor), tensor._version, location, line, was))
                 self._held.append(tensor)
 
     def give(self, location: Location, tensor: Tensor) -> None:
@@ -81,11 +65,15 @@ class Past:
             last: look at the last so many tensors only, so that a block of many reads does not look
                 at all of them at each; what is missed is found when the block ends.
         """
-        for over in self._over if last is None else self._over[-last:]:
-            if over.changed():
+        over = self._over if last is None else self._over[-last:]
+        for reference, version, location, line, was in over:
+            tensor = reference()
+            if tensor is None:
+                continue
+            if tensor._version != version or (was is not None and not same(tensor, was)):
                 return LateWriteError(
-                    f"{over.location} was written in place after its visit was over (after line "
-                    f"{over.line} of {self._filename}), so nothing reads what was written. Write "
+                    f"{location} was written in place after its visit was over (after line {line} "
+                    f"of {self._filename}), so nothing reads what was written. Write "
                     "before the block asks for a later location, or write to a clone if the value "
                     "is only for the block's own use."
                 )
@@ -104,7 +92,7 @@ class Past:
                     "write it. Use a clone for the block's own use."
                 )
         if len(self._over) > self._forget_from:
-            self._over = [over for over in self._over if over.tensor() is not None]
+            self._over = [entry for entry in self._over if entry[0]() is not None]
             # Where all of them are kept, they are not gone through again for every new one.
             self._forget_from = max(_FORGET_FROM, 2 * len(self._over))
         return None

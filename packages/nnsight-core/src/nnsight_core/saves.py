@@ -100,7 +100,7 @@ class Saves:
             made: dict[int, Tensor] = {}
             was = map_tensors(value, lambda t: made.setdefault(id(t), t.clone()))
         elif isinstance(value, numpy.ndarray):
-            was = value.copy()
+            return Saved(value, value.copy(), place)
         return Saved(value, was, place, not self._code.unseen and was is not value)
 
     def add_kept(self, value: Any, handle: Kept, place: tuple[int, int]) -> None:
@@ -156,13 +156,12 @@ class Saves:
         self._unpack(found, lost, scope, parts_of)
         held = {id(part) for home in homes for part in _parts(home)}
         handles = {id(s.value): s.was for s in kept if id(s) not in named and id(s.value) in held}
-        changed = self._changed(homes) if held else {}
+        stands = _Stands(handles, self._changed(homes) if held else {})
         for name, value in found.items():
             origin = states[name].value if name in states else value
-            within = self._within.get(id(origin), {})
-            if handles or changed or within:
-                stands = _Stands(handles, changed, within)
-                found[name] = stands.put(origin, value)
+            inside = self._within.get(id(origin), {})
+            within = {key: s.was for key, s in inside.items() if s.was is not s.value}
+            found[name] = stands.put_in(origin, value, within)
         return found, [s for s in lost if id(s.value) not in held]
 
     def _changed(self, homes: list[Any]) -> dict[int, list[Any]]:
@@ -224,29 +223,32 @@ class Saves:
 
 
 class _Stands:
-    """What stands for parts of one saved container.
+    """What stands for parts of saved containers.
 
     Args:
         handles: for what was kept, by the id of the part.
         states: for what was saved and has changed since, once for each time that it was saved.
-        within: for what it held already when it was saved itself.
     """
 
-    def __init__(
-        self, handles: dict[int, Any], states: dict[int, list[Any]], within: dict[int, Saved]
-    ) -> None:
+    def __init__(self, handles: dict[int, Any], states: dict[int, list[Any]]) -> None:
         self._handles = handles
         self._states = {key: iter(each) for key, each in states.items()}
-        self._within = dict(within)
+        self._within: dict[int, Any] = {}
         # What has become of containers, so that one in two places stays one.
         self._made: dict[int, Any] = {}
 
-    def put(self, value: Any, state: Any) -> Any:
+    def put_in(self, value: Any, state: Any, within: dict[int, Any]) -> Any:
         """A saved state with what stands for its parts.
 
         Args:
             value: what was saved, whose parts are those that are known.
+            within: what stands for what it held already when it was saved itself.
         """
+        self._within = within
+        return self.put(value, state) if self._handles or self._states or within else state
+
+    def put(self, value: Any, state: Any) -> Any:
+        """The same of a part, or of all of it."""
         kind = type(value)
         if kind is not type(state) or kind not in (list, tuple, dict):
             return state
@@ -270,7 +272,7 @@ class _Stands:
         if state is value and id(value) in self._states:
             return next(self._states[id(value)])
         if state is value and id(value) in self._within:
-            return self._within.pop(id(value)).was
+            return self._within.pop(id(value))
         return self.put(value, state)
 
 

@@ -1,14 +1,15 @@
 """What the invokes of one trace take along, as it was at the `with` of each.
 
 An invoke runs when its trace is over, and by then the loop around it has gone on. So tensors,
-arrays and Python's own containers are taken as copies. A copy serves every invoke for as long as
-the original has not changed, since what invokes share is encoded once. No object is asked whether
-it equals another: the parts of a container are the same if they are the very same objects.
+arrays and Python's own containers are copied. A copy serves every invoke for as long as the
+original has not changed, since what invokes share is encoded once. If nothing that an invoke takes
+along has changed by the time that it runs, it is given the originals after all: these are what
+functions that it takes along know. No object is asked whether it equals another: the parts of a
+container are the same if they are the very same objects.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import is_
@@ -17,7 +18,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 _CONTAINERS = (list, dict, set, tuple)
 _KINDS = frozenset({*_CONTAINERS, numpy.ndarray, Tensor, nn.Parameter})
@@ -44,9 +44,11 @@ class _Taken:
     def holds(self) -> bool:
         """Whether the object itself is what it was, whatever its parts are."""
         original, state = self.original, self.state
+        if self.copy is original:
+            return True
         kind = type(original)
         if kind is numpy.ndarray:
-            return original.dtype.hasobject or _content(original) == state
+            return _content(original) == state
         if kind not in _CONTAINERS:
             return _version(original) == state is not None
         size = len(original) * (2 if kind is dict else 1)
@@ -57,20 +59,47 @@ _Known = dict[int, _Taken]
 """What was taken so far, by the id of the original."""
 
 
+class Along:
+    """What one invoke takes along.
+
+    Args:
+        values: the objects.
+        taken: what was taken of those that may change.
+    """
+
+    def __init__(self, values: list[Any], taken: list[_Taken | None]) -> None:
+        self._values = values
+        self._taken = taken
+
+    @property
+    def copies(self) -> list[Any]:
+        """The values, with copies of those that may change."""
+        pairs = zip(self._values, self._taken, strict=True)
+        return [value if taken is None else taken.copy for value, taken in pairs]
+
+    def as_it_was(self) -> list[Any]:
+        """The values themselves; the copies, where any of them has changed since."""
+        known: _Known = {}
+        if all(taken is None or _unchanged(taken, known) for taken in self._taken):
+            return self._values
+        return self.copies
+
+
 class Snapshots:
     """The copies that the invokes of one trace have taken."""
 
     def __init__(self) -> None:
         self._last: _Known = {}
 
-    def take(self, values: Iterable[Any], shared: Iterable[Any] = ()) -> list[Any]:
+    def take(self, values: list[Any], shared: Iterable[Any] = ()) -> Along:
         """Some values as they are now; those in one place stay in one place.
 
         Args:
             shared: objects that stay themselves, wherever they are.
         """
         known = {id(value): _Taken(value, value) for value in shared}
-        return [self._take(v, known).copy if type(v) in _KINDS else v for v in values]
+        taken = [self._take(v, known) if type(v) in _KINDS else None for v in values]
+        return Along(values, taken)
 
     def _take(self, value: Any, known: _Known) -> _Taken:
         taken = known.get(id(value))
@@ -125,6 +154,8 @@ def _unchanged(taken: _Taken, known: _Known) -> bool:
     Args:
         known: what stands for objects by now; gets those in the copy, if it does.
     """
+    if known.get(id(taken.original), taken) is not taken:
+        return False
     found = {id(taken.original): taken}
     waiting = [taken]
     while waiting:
@@ -170,20 +201,4 @@ def _of_tensor(tensor: Tensor) -> _Taken:
             copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
         elif tensor.requires_grad:
             copy.requires_grad_()
-    version = _version(tensor)
-    if version is not None:
-        _ORIGINS[copy] = (weakref.ref(tensor), version, copy._version)
-    return _Taken(tensor, copy, version)
-
-
-_ORIGINS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def origin_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that one was copied from, if both are what they were then."""
-    found = _ORIGINS.get(tensor)
-    if found is None:
-        return None
-    original, version, own = found[0](), *found[1:]
-    unchanged = original is not None and original._version == version and tensor._version == own
-    return original if unchanged else None
+    return _Taken(tensor, copy, _version(tensor))

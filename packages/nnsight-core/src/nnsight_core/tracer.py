@@ -32,7 +32,7 @@ from nnsight_core.progress import Bar
 from nnsight_core.prompts import NO_PROMPT
 from nnsight_core.sampling import merge
 from nnsight_core.shared import close_shared, open_shared
-from nnsight_core.snapshots import Snapshots
+from nnsight_core.snapshots import Along, Snapshots
 
 if TYPE_CHECKING:
     from nnsight_core.model import Model
@@ -95,6 +95,7 @@ class Tracer(Captured):
         self._open = False
         self._shared: list[Any] = []
         self._snapshots = Snapshots()
+        self._along: list[tuple[Invoke, Along]] = []
         self._bar: Bar | None = None
         self.saves: dict[str, Any] = {}
         self.outputs: list[RequestOutput | None] = []
@@ -203,10 +204,8 @@ class Tracer(Captured):
     def _add_now(self, invoke: Invoke, frame: FrameType) -> None:
         """Add an invoke with what it names and is given as that is now."""
         assert invoke.block is not None
-        names = invoke.block.names
-        values = [invoke.prompt, invoke.sampling, *names.values()]
-        invoke.prompt, invoke.sampling, *held = self._snapshots.take(values, self._shared)
-        invoke.block.names = dict(zip(names, held, strict=True))
+        values = [invoke.prompt, invoke.sampling, *invoke.block.names.values()]
+        self._along.append((invoke, self._snapshots.take(values, self._shared)))
         self._add(invoke, frame)
 
     def _forget(self) -> None:
@@ -216,6 +215,7 @@ class Tracer(Captured):
         self._invokes = []
         self._shared = []
         self._snapshots = Snapshots()
+        self._along = []
 
     def _run(self) -> Exception | None:
         """Run the invokes, and bind what comes home; gives the error to be raised after that.
@@ -223,6 +223,10 @@ class Tracer(Captured):
         On a backend for asyncio they are begun, and `backend` brings them to their end.
         """
         invokes, frames = self._invokes, self._frames
+        for invoke, along in self._along:
+            assert invoke.block is not None
+            invoke.prompt, invoke.sampling, *held = along.as_it_was()
+            invoke.block.names = dict(zip(invoke.block.names, held, strict=True))
         try:
             self._texts = self._model._read(invokes, self._backend, self._only_taps)
             if self._progress:

@@ -48,7 +48,6 @@ from nnsight_core.kept import Kept
 from nnsight_core.node import Node, Operation, Root, Source
 from nnsight_core.parsing import parse
 from nnsight_core.policy import TRUSTED, Policy
-from nnsight_core.snapshots import origin_of
 from nnsight_core.tracer import Captured
 from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
 from nnsight_core.wire.frames import Buffer
@@ -611,9 +610,6 @@ _CONTENTS: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], str]] = {}
 def content_of(tensor: Tensor) -> tuple[str, memoryview]:
     """The digest of a tensor's bytes, kept while the tensor lives unchanged, and the bytes."""
     data = tensor_bytes(tensor)
-    # The copy that a trace has taken is gone with it; the original may be named again.
-    original = origin_of(tensor)
-    tensor = tensor if original is None else original
     key = id(tensor)
     known = _CONTENTS.get(key)
     version = (-1 if tensor.is_inference() else tensor._version, _check(data))

@@ -178,7 +178,7 @@ class RunnerV2:
         runner.execute_model, graphs.dispatch = execute_model, dispatch_step
         graphs.run_fullgraph = run_fullgraph
         runner.sample_tokens, runner.sample = sample_all, sample_ids
-        model.compute_logits = compute_logits
+        model.compute_logits, runner.sampler.sample = compute_logits, draw_ids
 
     def _begin(self, steps: Passes, scheduled: dict[str, int]) -> None:
         tokens, computed = [*scheduled.items()], self._runner.req_states.num_computed_tokens_np
