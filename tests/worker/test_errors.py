@@ -258,7 +258,7 @@ def test_ids_of_no_token_are_refused(gpt2: Any, prompt: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [torch.tensor([1.0, 2.0]), {"prompt_token_ids": [1, 2.5]}])
 def test_ids_that_are_no_whole_numbers_are_refused(gpt2: Any, prompt: Any) -> None:
-    with pytest.raises(TypeError, match="Token ids are whole numbers"):
+    with pytest.raises(TypeError, match="Token ids of a prompt are whole numbers"):
         with gpt2.trace(prompt, max_tokens=1):
             logits = gpt2.logits.save()
 

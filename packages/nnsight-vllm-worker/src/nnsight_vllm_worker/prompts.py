@@ -222,7 +222,11 @@ def _ids(ids: Any, mask: Any) -> list[int]:
     try:
         return [index(id) for id in flat]
     except TypeError:
-        raise TypeError(f"Token ids are whole numbers, unlike those of {str(ids)[:80]}.") from None
+        raise _no_ids(ids) from None
+
+
+def _no_ids(ids: Any) -> TypeError:
+    return TypeError(f"Token ids of a prompt are whole numbers, unlike what is in {ids!r:.80}.")
 
 
 def _numbers(values: Sequence[Any]) -> bool:
@@ -242,7 +246,10 @@ def _row(values: Any) -> list[Any]:
                 f"One prompt is needed, not {len(values)} rows: open one invoke per prompt."
             )
         return [*values]
-    rows = torch.as_tensor(values)
+    try:
+        rows = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise _no_ids(values) from None
     if rows.dim() > 1 and rows.shape[0] != 1 and rows.numel():
         raise ValueError(
             f"One prompt is needed, not {rows.shape[0]} rows: open one invoke per prompt."
