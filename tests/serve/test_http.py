@@ -90,7 +90,7 @@ def edited(at: int, value: int) -> bytes:
         (asking(InvokeData(prompt=PROMPT, block=0)), "block 0 of 0"),
         (
             asking(InvokeData(prompt={"$": "tensor", "dtype": "int64", "shape": [1], "b": 7})),
-            "list index",
+            "no index of the frame",
         ),
         (
             asking(InvokeData(prompt={"$": "path", "module": "os", "name": "system"})),
