@@ -332,6 +332,7 @@ def test_large_numbers_come_home(gpt2: Any) -> None:
     assert large == range(2**70, 2**70 + 3)
 
 
+@pytest.mark.local
 def test_a_message_that_cannot_be_written_is_its_blocks_error(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +349,7 @@ def test_a_message_that_cannot_be_written_is_its_blocks_error(
             good = [1].save()
 
 
+@pytest.mark.local
 def test_a_list_beyond_what_a_message_holds_is_its_blocks_error(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +360,7 @@ def test_a_list_beyond_what_a_message_holds_is_its_blocks_error(
             large.save()
 
 
+@pytest.mark.local
 def test_a_name_that_the_engine_cannot_make_is_its_blocks_error(gpt2: Any) -> None:
     flags, broken = re.I | re.M, Once()
     with gpt2.trace(PROMPT, max_tokens=1):
