@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterable
 from nnsight_core.wire.frames import Frame
 from nnsight_vllm_worker.requests import handles_of
 
+_REMEMBERED = 1 << 12
+"""Of how many handles that stand for nothing any more it is known whose they were, as the engine
+knows why."""
+
 
 class Handles:
     """Whose the handles are that have gone out.
@@ -23,6 +27,7 @@ class Handles:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._of: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._were: OrderedDict[str, str] = OrderedDict()
 
     def went(self, frame: Frame, caller: str) -> list[str]:
         """A frame goes to a caller; the handles in it are that caller's from now on."""
@@ -39,15 +44,19 @@ class Handles:
         return [id for id, held in found if held is not None and held[0] == caller]
 
     def owned_by(self, caller: str) -> Callable[[str], bool]:
-        """Says whether a handle is a caller's."""
-        return lambda id: bool(self.of(caller, [id]))
+        """Says whether a handle is a caller's, or was before its value went."""
+        return lambda id: bool(self.of(caller, [id])) or self._were.get(id) == caller
 
     def freed(self, ids: Iterable[str]) -> None:
         """Handles that stand for nothing any more."""
         for id in ids:
-            self._of.pop(id, None)
+            held = self._of.pop(id, None)
+            if held is not None:
+                self._were[id] = held[0]
+        while len(self._were) > _REMEMBERED:
+            self._were.popitem(last=False)
 
     def _forget(self) -> None:
         oldest = time.monotonic() - self.seconds - 1
         while self._of and next(iter(self._of.values()))[1] < oldest:
-            self._of.popitem(last=False)
+            self.freed([next(iter(self._of))])
