@@ -735,7 +735,7 @@ def test_alone_equals_mixed(tight: Any, gpt2: Any, near: Any) -> None:
     def check(mix: list[Ask]) -> None:
         check_alone(tight, gpt2, near, mix, met)
 
-    _holds(check, list(BLOCKS), 20)
+    _holds(check, list(BLOCKS), 14)
     assert met.keys() == set(HAPPENS) and all(met.values())
 
 
@@ -746,7 +746,7 @@ def test_writers_change_their_own_rows_only(tight: Any, near: Any) -> None:
         check_rows(tight, near, mix, met)
 
     # When word comes of an error is not the same in each run, and so what runs together is not.
-    _holds(check, [block for block in BLOCKS if block != "failing"], 12)
+    _holds(check, [block for block in BLOCKS if block != "failing"], 8)
     ahead = tight.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     # Where the scheduler runs ahead, requests are preempted for want of memory only.
     assert all(count for what, count in met.items() if not ahead or what != "preempted")
