@@ -65,7 +65,7 @@ def took(repo: str, *names: str) -> Served:
         (r"C:\models\gpt2", ["gpt2"]),
         ("mine/alias", ["/models/gpt2", "alias"]),
         ("a,b c", ["x", "a,b c"]),
-        ("org/gpt2", ["/root/.cache/hub/models--openai-community--gpt2/snapshots/0a1b2c"]),
+        ("org/gpt2", ["/home/ann/.cache/hub/models--openai-community--gpt2/snapshots/0a1b2c"]),
         ("other", []),
     ],
 )

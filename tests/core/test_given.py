@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +10,9 @@ from torch import Tensor, nn
 
 from nnsight_core import LateWriteError, TorchModel, WriteError
 
-from . import nets
-from .nets import X, check_idle
+from .nets import X
 
 close = torch.testing.assert_close
-
-
-@pytest.fixture
-def model() -> Iterator[TorchModel]:
-    model = nets.make()
-    with torch.no_grad():
-        yield model
-    check_idle(model)
 
 
 def test_what_a_location_was_set_to_is_taken_as_it_is(model: TorchModel) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,17 +22,9 @@ from nnsight_core import (
 )
 
 from . import nets
-from .nets import X, check_idle
+from .nets import X
 
 close = torch.testing.assert_close
-
-
-@pytest.fixture
-def model() -> Iterator[TorchModel]:
-    model = nets.make()
-    with torch.no_grad():
-        yield model
-    check_idle(model)
 
 
 def run(model: TorchModel) -> Any:

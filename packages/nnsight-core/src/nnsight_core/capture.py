@@ -25,10 +25,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 from nnsight_core.code import Code, compile_block, is_lazy
-from nnsight_core.edited import edit_in
+from nnsight_core.edited import compiled, edit_in
 from nnsight_core.errors import CaptureError
 from nnsight_core.kept import Kept
-from nnsight_core.lookup import codes, names_around, own_names, variables_around
+from nnsight_core.lookup import names_around, own_names, variables_around
 from nnsight_core.parsing import parse
 from nnsight_core.private import mangled, mangled_target
 
@@ -260,11 +260,7 @@ def _timed(frame: FrameType) -> str | None:
 
 def _holds(text: str, code: CodeType) -> bool:
     """Whether a text is the one that some code was compiled from."""
-    try:
-        whole = compile(text, code.co_filename, "exec", dont_inherit=True)
-    except SyntaxError:
-        return False
-    return any(_sign(c) == _sign(code) for c in codes(whole))
+    return any(_sign(c) == _sign(code) for c in compiled(text, code.co_filename))
 
 
 def _sign(code: CodeType) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ def difference(running: CodeType, told: CodeType, lines: set[int], exact: bool) 
 
 
 @lru_cache(maxsize=64)
-def _compiled(text: str, filename: str) -> list[CodeType]:
+def compiled(text: str, filename: str) -> list[CodeType]:
     """Every code of a file; none if it cannot be compiled by itself."""
     try:
         return codes(compile(text, filename, "exec", dont_inherit=True))
@@ -82,7 +82,7 @@ def _compiled(text: str, filename: str) -> list[CodeType]:
 
 def _counterpart(text: str, running: CodeType) -> CodeType | None:
     place = (running.co_qualname, running.co_firstlineno)
-    for code in _compiled(text, running.co_filename):
+    for code in compiled(text, running.co_filename):
         if (code.co_qualname, code.co_firstlineno) == place:
             return code
     return None

@@ -59,10 +59,10 @@ def _note_saves(node: ast.AST, names: Names) -> None:
             given = _given(target, value)
         case ast.NamedExpr(target=target, value=value):
             given = _given(target, value)
-        case ast.Call(func=ast.Attribute(ast.Name(name)), args=[]) if is_save(node):
-            names.saved.setdefault(name, set()).add(node.lineno)
-            return
-        case ast.Call(args=[ast.Name(id=name), *_]) if is_save(node):
+        case (
+            ast.Call(func=ast.Attribute(ast.Name(name)), args=[])
+            | ast.Call(args=[ast.Name(id=name), *_])
+        ) if is_save(node):
             names.saved.setdefault(name, set()).add(node.lineno)
             return
         case _:

@@ -117,11 +117,12 @@ class Places:
 
         Such layers (attention, Mamba) find that state beside their arguments: by what the pass that
         runs says of all its rows. They are told by the method with which vLLM asks each of them for
-        the form of its cache.
+        the form of its cache, or by that cache.
         """
         if path not in self._stateful:
             parts = self.modules[path].named_modules(prefix=path)
-            found = (name for name, part in parts if hasattr(part, "get_kv_cache_spec"))
+            signs = ("get_kv_cache_spec", "kv_cache")
+            found = (name for name, part in parts if any(hasattr(part, sign) for sign in signs))
             self._stateful[path] = next(found, None)
         return self._stateful[path]
 

@@ -73,9 +73,9 @@ class Past:
             if tensor._version != version or (was is not None and not same(tensor, was)):
                 return LateWriteError(
                     f"{location} was written in place after its visit was over (after line {line} "
-                    f"of {self._filename}), so nothing reads what was written. Write "
-                    "before the block asks for a later location, or write to a clone if the value "
-                    "is only for the block's own use."
+                    f"of {self._filename}), so nothing reads what was written. Write before the "
+                    "block asks for a later location, or write to a clone if the value is only for "
+                    "the block's own use."
                 )
         for tensor, version, location in self._given:
             if tensor._version != version:

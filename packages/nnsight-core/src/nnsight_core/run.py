@@ -367,10 +367,8 @@ class Run:
         return value
 
     def _save_method(self, value: Any) -> Any:
-        own = getattr(type(value), "save", None)
-        if own is not None and not isinstance(value, Tensor):
-            return own(value)
-        return self.save(value, self._place(sys._getframe(1)))
+        own = own_method(value, "save")
+        return self.save(value, self._place(sys._getframe(1))) if own is None else own(value)
 
     def _place(self, frame: FrameType | None = None) -> tuple[int, int]:
         """The line and column of the block that is executing, maybe in this frame."""
@@ -389,10 +387,8 @@ class Run:
         return value
 
     def _keep_method(self, value: Any) -> Any:
-        own = getattr(type(value), "keep", None)
-        if own is not None and not isinstance(value, Tensor):
-            return own(value)
-        return self.keep(value, self._place(sys._getframe(1)))
+        own = own_method(value, "keep")
+        return self.keep(value, self._place(sys._getframe(1))) if own is None else own(value)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -451,6 +447,11 @@ def _idle_worker() -> _Worker:
         if not worker.dead:
             return worker
     return _Worker()
+
+
+def own_method(value: Any, name: str) -> Any:
+    """The method of the user's own that `x.save()` means where x is no tensor, if it has one."""
+    return None if isinstance(value, Tensor) else getattr(type(value), name, None)
 
 
 def save(value: Any) -> Any:

@@ -76,7 +76,7 @@ class Visit:
         value: the value with a private copy in place of each tensor.
     """
 
-    __slots__ = ("_firm", "_made", "copies", "location", "rows", "run", "value")
+    __slots__ = ("_loose", "_made", "copies", "location", "rows", "run", "value")
 
     def __init__(self, rows: Rows, run: Run, location: Location, value: Any) -> None:
         self.rows = rows
@@ -85,7 +85,7 @@ class Visit:
         self.copies: list[Copy] = []
         self._made: dict[int, Copy] = {}
         self.value = map_tensors(value, self._copy)
-        self._firm = None if type(value) is Tensor else list(leaves(self.value))
+        self._loose = _loose(self.value)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         before = self._made.get(id(tensor))
@@ -112,8 +112,8 @@ class Visit:
             copy = self.copies[0]
             if given._version == copy.version and not self._unseen(copy):
                 return _UNCHANGED
-        if self._firm is not None and given is self.value:
-            check_kept(self.location, self._firm, given)
+        if self._loose is not None and given is self.value:
+            check_kept(self.location, self._loose, given)
         # A list or a dict that was served may have got other tensors, so it is looked at again.
         new = [plain(tensor) for tensor in flat(given)]
         if len(new) != len(self.copies):
@@ -191,21 +191,17 @@ class Look:
         value: made for this run alone, of tensors whose versions are counted from 0.
     """
 
-    __slots__ = ("_leaves", "location", "tensors", "value")
+    __slots__ = ("_loose", "location", "tensors", "value")
 
     def __init__(self, location: Location, value: Any) -> None:
         self.location = location
         self.value = value
-        kind = type(value)
+        self._loose = _loose(value)
         self.tensors: Sequence[Tensor]
-        # A list or a dict may get other parts.
-        self._leaves = None
-        if kind is Tensor:
-            self.tensors = (value,)
-        elif kind is tuple and set(map(type, value)) == _TENSORS:
-            self.tensors = value
+        if self._loose is None:
+            self.tensors = (value,) if type(value) is Tensor else value
         else:
-            self.tensors, self._leaves = flat(value), list(leaves(value))
+            self.tensors = flat(value)
 
     def left(self, given: Any) -> bool:
         """Whether the run has left it as it was."""
@@ -214,13 +210,21 @@ class Look:
         for tensor in self.tensors:
             if tensor._version:
                 return False
-        if self._leaves is None:
+        if self._loose is None:
             return True
         now = leaves(given)
-        return [(at, id(leaf)) for at, leaf in now] == [(at, id(leaf)) for at, leaf in self._leaves]
+        return [(at, id(leaf)) for at, leaf in now] == [(at, id(leaf)) for at, leaf in self._loose]
 
 
 _TENSORS = {Tensor}
+
+
+def _loose(value: Any) -> list[tuple[str, Any]] | None:
+    """The parts of a value in place of which others may come; None if it can get no others."""
+    kind = type(value)
+    if kind is Tensor or (kind is tuple and set(map(type, value)) == _TENSORS):
+        return None
+    return list(leaves(value))
 
 
 def outside_inference() -> AbstractContextManager[None]:

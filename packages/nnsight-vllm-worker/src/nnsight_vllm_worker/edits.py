@@ -50,7 +50,7 @@ class Installed:
         info: what is told of it.
         carried: its block.
         holds: what has to live as long as the edit does.
-        whole, writes: as the workers said (`InstalledMessage`).
+        whole: as the workers said (`InstalledMessage`).
         ours: how many requests of ours may still need it.
         foreign: the sequences of others that may.
     """
@@ -59,7 +59,6 @@ class Installed:
     carried: Carried
     holds: Any = None
     whole: bool = True
-    writes: bool = True
     ours: int = 0
     foreign: set[str] = field(default_factory=set)
 
@@ -117,8 +116,7 @@ class Edits:
         said = expect(frame, InstalledMessage)
         if said.error is not None:
             raise NotInstalled(said, frame)
-        edit.whole, edit.writes = said.whole, said.writes
-        edit.info.way = said.way
+        edit.whole, edit.info.way = said.whole, said.way
         self._active.append(edit)
 
     def infos(self) -> list[EditInfo]:
@@ -221,11 +219,9 @@ class Edits:
             return None
         if not edits and not own:
             return None
-        whole = WHOLE in extra
+        whole = WHOLE in extra or any(edit.whole for edit in edits)
         # What is written goes into keys and values that no other request may find.
-        writes = whole or any(edit.writes for edit in edits)
-        whole = whole or any(edit.whole for edit in edits)
-        return Marks(said, whole, f" {key}" if writes else None)
+        return Marks(said, whole, f" {key}" if whole else None)
 
     def note(self, frame: Frame) -> None:
         """A frame has come; if it says that an edit's block has ended, that is counted."""

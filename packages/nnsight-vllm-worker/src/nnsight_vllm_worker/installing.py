@@ -42,6 +42,5 @@ def installed_of(tracing: Tracing, known: Known, edit: str) -> InstalledMessage:
         # Lowered or not: what stands before it in a request, or tables that are full, may leave it
         # to its Python, which is known when the first pass over the prompt has been scheduled.
         whole=known.block.whole,
-        writes=known.block.whole,
         way=str(told),
     )

@@ -48,6 +48,7 @@ from nnsight_core.kept import Kept
 from nnsight_core.node import Node, Operation, Root, Source
 from nnsight_core.parsing import parse
 from nnsight_core.policy import TRUSTED, Policy
+from nnsight_core.run import own_method
 from nnsight_core.tracer import Captured
 from nnsight_core.wire.data import Decoder, Encoder, Json, tensor_bytes
 from nnsight_core.wire.frames import Buffer
@@ -415,17 +416,13 @@ _RESULT = "__nnsight_lambda__"
 
 def _save_method(value: Any) -> Any:
     """What `x.save()` in a shipped function calls."""
-    own = _own_method(value, "save")
+    own = own_method(value, "save")
     return need_run("`x.save()`").save(value) if own is None else own(value)
 
 
 def _keep_method(value: Any) -> Any:
-    own = _own_method(value, "keep")
+    own = own_method(value, "keep")
     return need_run("`x.keep()`").keep(value) if own is None else own(value)
-
-
-def _own_method(value: Any, name: str) -> Any:
-    return None if isinstance(value, Tensor) else getattr(type(value), name, None)
 
 
 _MARKING = {SAVE: _save_method, KEEP: _keep_method}

@@ -244,15 +244,14 @@ class InstalledMessage(Message):
     """An edit was installed on one rank, or why it was not.
 
     Attributes:
-        whole: whether prompts have to run in one piece for it.
-        writes: whether it may change what is in the cache of keys and values.
+        whole: whether it may change what is in the cache of keys and values, so that prompts have
+            to run in one piece for it.
         way: how steps run for it, in words.
     """
 
     kind: Literal["installed"] = "installed"
     key: str
     whole: bool = True
-    writes: bool = True
     way: str = ""
     error: ErrorRecord | None = None
 

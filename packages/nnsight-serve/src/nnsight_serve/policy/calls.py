@@ -82,8 +82,7 @@ def called(function: Any) -> Any:
 
 def _check_module(node: Node) -> None:
     """Refuse to call what writes the keys and values of every request."""
-    module = node._places.modules.get(node._path)
-    if module is not None and any(hasattr(part, "kv_cache") for part in module.modules()):
+    if node._path in node._places.modules and node._places.stateful(node._path) is not None:
         raise refused(
             f"to call {node!r} is not allowed: it holds the keys and values of all requests,",
             "Read its output instead.",

@@ -35,6 +35,7 @@ from nnsight_vllm_worker.vllm_ports.checks import (
     check_room,
 )
 from nnsight_vllm_worker.vllm_ports.drawn import Drawn
+from nnsight_vllm_worker.vllm_ports.sampling import Sampling
 from nnsight_vllm_worker.vllm_ports.scheduling import end_requests
 
 _METHODS = {
@@ -55,14 +56,13 @@ class RunnerV1:
         check_methods(runner, _METHODS)
         check_attributes(runner, ("input_batch", "execute_model_state", "device", "vllm_config"))
         check_attributes(runner, ("requests", "lora_config", "is_pooling_model", "sampler"))
-        check_methods(runner.sampler, {"sample": ("logits", "sampling_metadata")})
         check_attributes(runner.input_batch, ("req_ids", "num_computed_tokens_cpu"))
         ending.check()
         check_kind(runner.vllm_config.model_config, pooling=runner.is_pooling_model)
         check_room(runner.vllm_config.scheduler_config, max(tokens for tokens, _ in SIZES))
         self._runner = runner
         self._scheduled: dict[str, int] | None = None
-        self._sampling = False
+        self._sampling = Sampling(runner, "_sample", ("logits", "sampling_metadata"))
         self._repeats = Repeats()
         self._drawn = Drawn()
 
@@ -89,7 +89,7 @@ class RunnerV1:
         """From now on, report every step."""
         runner = self._runner
         execute, determine = runner.execute_model, runner._determine_batch_execution_and_padding
-        sample_tokens, sample, draw = runner.sample_tokens, runner._sample, runner.sampler.sample
+        sample_tokens = runner.sample_tokens
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self._drawn.gone(scheduler_output.finished_req_ids)
@@ -120,24 +120,10 @@ class RunnerV1:
                 end_requests(output, ended)
             return output
 
-        def sample_ids(*args: Any, **kwargs: Any) -> Any:
-            self._sampling = True
-            try:
-                return sample(*args, **kwargs)
-            finally:
-                self._sampling = False
-
-        def draw_ids(*args: Any, **kwargs: Any) -> Any:
-            drawn, processed = draw(*args, **kwargs)
-            if self._sampling:
-                # Before their logprobs are looked up, so that these are of what a block writes.
-                steps.samples(drawn.unsqueeze(-1))
-            return drawn, processed
-
         runner.execute_model = execute_model
         runner._determine_batch_execution_and_padding = determine_batch
-        runner.sample_tokens, runner._sample = sample_all, sample_ids
-        runner.sampler.sample = draw_ids
+        runner.sample_tokens = sample_all
+        self._sampling.attach(steps.samples)
 
     def _begin(self, steps: Passes, scheduled: dict[str, int]) -> None:
         held = self._runner.input_batch

@@ -35,6 +35,7 @@ from nnsight_vllm_worker.vllm_ports.checks import (
     check_room,
 )
 from nnsight_vllm_worker.vllm_ports.drawn import Drawn
+from nnsight_vllm_worker.vllm_ports.sampling import Sampling
 from nnsight_vllm_worker.vllm_ports.scheduling import end_requests
 
 _METHODS = {
@@ -70,7 +71,6 @@ class RunnerV2:
         self._sort = model_runner.sort_batch_req_ids
         self._describe = cudagraph_utils.BatchExecutionDescriptor
         self._scheduled: dict[str, int] | None = None
-        self._sampling = False
         self._breaks: breaks.At = ()
         self._repeats = Repeats()
         self._drawn = Drawn()
@@ -104,9 +104,8 @@ class RunnerV2:
         check_attributes(graphs, ("graphs", "pool", "device"))
         broken = breaks.Breaks(graphs, steps.taps)
         execute, dispatch, full = runner.execute_model, graphs.dispatch, graphs.run_fullgraph
-        check_methods(runner.sampler, {"sample": ("logits",)})
-        sample_tokens, sample, head = runner.sample_tokens, runner.sample, model.compute_logits
-        draw = runner.sampler.sample
+        sampling = Sampling(runner, "sample", ("logits",))
+        sample_tokens, head = runner.sample_tokens, model.compute_logits
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dummy_run") or len(args) > 1:
@@ -150,23 +149,9 @@ class RunnerV2:
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
             logits = head(*args, **kwargs)
             # Outside of it, they are for logprobs of prompts.
-            if self._sampling:
+            if sampling.running:
                 steps.logits(logits)
             return logits
-
-        def sample_ids(*args: Any, **kwargs: Any) -> Any:
-            self._sampling = True
-            try:
-                return sample(*args, **kwargs)
-            finally:
-                self._sampling = False
-
-        def draw_ids(*args: Any, **kwargs: Any) -> Any:
-            drawn, processed = draw(*args, **kwargs)
-            if self._sampling:
-                # Before their logprobs are looked up, so that these are of what a block writes.
-                steps.samples(drawn.view(-1, 1))
-            return drawn, processed
 
         def sample_all(*args: Any, **kwargs: Any) -> Any:
             output = sample_tokens(*args, **kwargs)
@@ -177,8 +162,8 @@ class RunnerV2:
 
         runner.execute_model, graphs.dispatch = execute_model, dispatch_step
         graphs.run_fullgraph = run_fullgraph
-        runner.sample_tokens, runner.sample = sample_all, sample_ids
-        model.compute_logits, runner.sampler.sample = compute_logits, draw_ids
+        runner.sample_tokens, model.compute_logits = sample_all, compute_logits
+        sampling.attach(steps.samples)
 
     def _begin(self, steps: Passes, scheduled: dict[str, int]) -> None:
         tokens, computed = [*scheduled.items()], self._runner.req_states.num_computed_tokens_np
